@@ -1,0 +1,54 @@
+"""What the schedule needs to know of one kernel instantiation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class DeviceCaps:
+    """Capabilities of the target, by which kernels are chosen; never a list of architecture names.
+
+    ``arch`` is an NVRTC target such as ``sm_90a``. ``smem_block`` is the largest shared memory of one block in
+    bytes (opt-in), ``smem_sm`` that of one multiprocessor. ``sms`` multiprocessors, ``l2_bytes`` L2 size.
+    """
+
+    arch: str
+    sms: int
+    smem_block: int
+    smem_sm: int
+    l2_bytes: int
+    bf16_mma: bool  # sm_80+
+    cp_async: bool  # sm_80+
+    bulk_copy: bool  # sm_90+: cp.async.bulk, mbarrier transactions
+    wgmma: bool  # sm_90a only
+    fp8_convert: bool  # sm_89+
+    programmatic_edges: bool  # sm_90+
+    clusters: bool  # sm_90+
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One instantiation of a template and its launch.
+
+    ``entry`` is the extern "C" name, readable and stable: it states family, format, shape, column bucket and
+    architecture. ``params`` go to the Jinja template as they are (ints, bools, closed identifiers only).
+    ``args`` names the kernel's parameters in order; each name is an operand of the fused call (pointer), or one of
+    ``scalars`` (32-bit integers or floats known at compile time). ``scratch`` are per-call buffers in bytes by
+    argument name, poisoned by the VM. ``zeroed`` scratch must be zero at first launch and is left zero by the kernel.
+    ``late_release``: the programmatic edge to dependents is released late (long kernels).
+    """
+
+    entry: str
+    template: str
+    params: Mapping[str, int | str | bool]
+    grid: tuple[int, int, int]
+    block: int
+    smem: int
+    args: tuple[str, ...]
+    scalars: Mapping[str, int | float] = field(default_factory=dict)
+    scratch: Mapping[str, int] = field(default_factory=dict)
+    zeroed: frozenset[str] = frozenset()
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    reason: str = ""
