@@ -47,7 +47,7 @@ class OpGraph:
         return self.append(op)
 
     def append(self, op: Op) -> int:
-        node = self.dag.number_of_nodes()
+        node = int(self.dag.number_of_nodes())
         self.dag.add_node(node, op=op)
         reads = {ref.value for ref in (*op.inputs.values(), *op.state.values())}
         writes = {ref.value for ref in (*op.outputs.values(), *op.state.values())}
