@@ -51,3 +51,10 @@ class OutputError(ArtifactError):
 
 class DownloadError(ArtifactError):
     """A download failed: network, size, checksum, unknown file."""
+
+
+def quoted(text: object, limit: int = 80) -> str:
+    """Text from a file made safe for a one-line message: ASCII, escaped, shortened to `limit` characters."""
+    plain = text if isinstance(text, str) else repr(text)
+    shown = ascii(plain[: limit + 1])[1:-1]
+    return f"'{shown[:limit]}...'" if len(shown) > limit else f"'{shown}'"

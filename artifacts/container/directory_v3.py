@@ -1,0 +1,476 @@
+"""Version 3 directories: files, objects, components, bindings and uses (artifact-container-v3.md sections 3 and 4).
+
+Reader limits beyond the format: 131,072 records in all (objects, bindings and their parts, uses and their
+auxiliaries, components and their resources), of which at most 32,768 objects and 4,096 files.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from artifacts.container.directory_v2 import MAX_OBJECTS
+from artifacts.container.json_reader import Buffer, JsonCursor, decode_text
+from artifacts.container.schema import (
+    CANONICAL_NAMES,
+    RESOURCE_ENCODING,
+    TENSOR_ALIGNMENT,
+    U64_LIMIT,
+    V3_NAMES,
+    ResourceObject,
+    StoredObject,
+    TensorObject,
+    check_storage,
+    dimensions,
+    identifier,
+    integer,
+    require_members,
+)
+from artifacts.errors import DirectoryError, FormatError, GeometryError, LayoutError, quoted
+
+MAX_RECORDS = 131072
+MAX_FILES = 4096
+POLICIES = ("A16Only", "AllowA8", "AllowA4")
+ROOT_MEMBERS = ("files", "objects", "components", "bindings", "uses", "metadata", "provenance")
+TENSOR_MEMBERS = frozenset(("id", "kind", "shape", "format", "layout", "offset", "bytes"))
+RESOURCE_MEMBERS = frozenset(("id", "kind", "encoding", "offset", "bytes"))
+NONE: frozenset[str] = frozenset()
+
+
+class FilePart(NamedTuple):
+    """One file of the artifact: `path` None for the entry, else a name beside it; its share of the payload in bytes."""
+
+    path: str | None
+    payload_bytes: int
+
+
+class Part(NamedTuple):
+    """Elements [begin, end) of a tensor object, counted in its logical C order."""
+
+    object: str
+    begin: int
+    end: int
+
+
+class Binding(NamedTuple):
+    """The elements of a logical parameter, in order. `whole`: the parameter has the shape of its one object."""
+
+    parts: tuple[Part, ...]
+    whole: bool
+
+
+class Use(NamedTuple):
+    """A product of `parameter` with the activation at `input`, and the activation precision it permits."""
+
+    parameter: str
+    input: str
+    policy: str
+    auxiliaries: dict[str, Binding]
+
+
+@dataclass(frozen=True)
+class Component:
+    """`config` selects code; `resources` maps roles to resource objects; `proposal` is (domain, rows or None)."""
+
+    config: dict[str, Any]
+    target: str | None = None
+    resources: dict[str, str] = field(default_factory=dict)
+    proposal: tuple[str, int | None] | None = None
+
+
+@dataclass
+class DirectoryV3:
+    files: list[FilePart]
+    objects: list[StoredObject]
+    components: dict[str, Component]
+    bindings: dict[str, Binding]
+    uses: list[Use]
+    metadata: dict[str, Any] | None = None
+    provenance: dict[str, Any] | None = None
+
+    @property
+    def payload_bytes(self) -> int:
+        """Length of the logical payload, all files together."""
+        return sum(file.payload_bytes for file in self.files)
+
+
+class _Reader:
+    """One pass over the text into compact records; references are resolved afterwards, in specification order."""
+
+    def __init__(self, raw: Buffer) -> None:
+        self.cursor = JsonCursor(decode_text(raw), negative_zero=True)
+        self.records = 0
+        self.names: dict[str, str] = {}  # one copy of each object id, however often bindings repeat it
+
+    def count(self, records: int = 1) -> None:
+        self.records += records
+        if self.records > MAX_RECORDS:
+            raise DirectoryError(f"JSON directory holds more than {MAX_RECORDS} records")
+
+    def shared(self, value: Any, what: str) -> str:
+        name = identifier(value, what, forbid_nul=True)
+        return self.names.setdefault(name, name)
+
+    def read(self) -> DirectoryV3:
+        found: dict[str, Any] = {}
+        for member in self.cursor.members("root", limit=len(ROOT_MEMBERS) + 1):
+            if member not in ROOT_MEMBERS:
+                raise DirectoryError(f"root: unknown member {quoted(member)}; allowed: {', '.join(ROOT_MEMBERS)}")
+            found[member] = getattr(self, f"_{member}")()
+        self.cursor.end()
+        for member in ROOT_MEMBERS[:5]:
+            if member not in found:
+                raise DirectoryError(f"root: missing member {member}")
+        return DirectoryV3(**found)
+
+    def _files(self) -> list[FilePart]:
+        files: list[FilePart] = []
+        for index in self.cursor.elements("files", MAX_FILES):
+            what = f"file {index}"
+            record = self.cursor.record(what)
+            require_members(record, frozenset(("path", "payload_bytes")), NONE, what)
+            path = record["path"]
+            if index == 0:
+                if path is not None:
+                    raise DirectoryError(f"{what}: the path of the entry must be null, found {quoted(path)}")
+            else:
+                path = identifier(path, f"{what} path", forbid_nul=True)
+                if path in (".", "..") or "/" in path or "\\" in path:
+                    raise DirectoryError(f"{what}: path {quoted(path)} must be a plain file name")
+            files.append(FilePart(path, integer(record["payload_bytes"], 1, f"{what} payload_bytes")))
+        return files
+
+    def _objects(self) -> list[StoredObject]:
+        objects: list[StoredObject] = []
+        for index in self.cursor.elements("objects", MAX_OBJECTS):
+            self.count()
+            objects.append(self._object(self.cursor.record(f"object {index}"), f"object {index}"))
+        return objects
+
+    def _object(self, record: dict[str, Any], what: str) -> StoredObject:
+        kind = record.get("kind")
+        if kind == "tensor":
+            require_members(record, TENSOR_MEMBERS, NONE, what)
+        elif kind == "resource":
+            require_members(record, RESOURCE_MEMBERS, NONE, what)
+        else:
+            raise DirectoryError(f"{what}: kind must be 'tensor' or 'resource', found {quoted(kind)}")
+        name = self.shared(record["id"], f"{what} id")
+        what = f"object {quoted(name)}"
+        offset = integer(record["offset"], 0, f"{what} offset")
+        length = integer(record["bytes"], 1, f"{what} bytes")
+        if kind == "resource":
+            encoding = self.shared(record["encoding"], f"{what} encoding")
+            known = CANONICAL_NAMES.get(encoding) == RESOURCE_ENCODING
+            problem = None if known else f"{what}: unknown encoding {quoted(encoding)}; known: raw_bytes_v1"
+            return ResourceObject(name, offset, length, RESOURCE_ENCODING if known else encoding, problem)
+        shape = dimensions(record["shape"], f"{what} shape")
+        format = self.shared(record["format"], f"{what} format")
+        layout = self.shared(record["layout"], f"{what} layout")
+        tensor = TensorObject(
+            name, shape, CANONICAL_NAMES.get(format, format), CANONICAL_NAMES.get(layout, layout), offset, length
+        )
+        problem = _storage_problem(tensor, format, layout)
+        if problem is None:
+            return tensor
+        return TensorObject(name, shape, tensor.format, tensor.layout, offset, length, problem)
+
+    def _components(self) -> dict[str, Component]:
+        components: dict[str, Component] = {}
+        for name in self.cursor.members("components", MAX_RECORDS):
+            self.count()
+            what = f"component {quoted(identifier(name, 'component', forbid_nul=True))}"
+            members: dict[str, Any] = {}
+            for member in self.cursor.members(what, limit=5):
+                if member not in ("config", "target", "resources", "proposal"):
+                    raise DirectoryError(f"{what}: unknown member {quoted(member)}")
+                members[member] = self.cursor.open_value(f"{what} {member}")
+            if type(members.get("config")) is not dict:
+                raise DirectoryError(f"{what}: config must be an object")
+            if "target" in members:
+                identifier(members["target"], f"{what} target", forbid_nul=True)
+            resources = members.get("resources", {})
+            if type(resources) is not dict:
+                raise DirectoryError(f"{what}: resources must be an object")
+            for role, reference in resources.items():
+                self.count()
+                identifier(role, f"{what} resource role", forbid_nul=True)
+                identifier(reference, f"{what} resource {quoted(role)}", forbid_nul=True)
+            proposal = _proposal(members["proposal"], name, what) if "proposal" in members else None
+            components[name] = Component(members["config"], members.get("target"), resources, proposal)
+        return components
+
+    def _bindings(self) -> dict[str, Binding]:
+        bindings: dict[str, Binding] = {}
+        for name in self.cursor.members("bindings", MAX_RECORDS):
+            self.count()
+            identifier(name, "binding", forbid_nul=True)
+            bindings[name] = self._binding(f"binding {quoted(name)}")
+        return bindings
+
+    def _binding(self, what: str) -> Binding:
+        record = self.cursor.short_record(what)
+        if record is None:  # long: a parameter of many parts
+            parts: list[Part] = []
+            for member in self.cursor.members(what, limit=1):
+                if member != "parts":
+                    raise DirectoryError(f"{what}: unknown member {quoted(member)}; allowed: object, or parts")
+                for index in self.cursor.elements(f"{what} parts", MAX_RECORDS):
+                    self.count()
+                    parts.append(self._part(self.cursor.record(f"{what} part {index}"), what))
+            return Binding(tuple(parts), False)
+        return self._short_binding(record, what)
+
+    def _short_binding(self, record: Any, what: str) -> Binding:
+        if type(record) is not dict or len(record) != 1 or not record.keys() <= {"object", "parts"}:
+            raise DirectoryError(f"{what}: exactly one member is required, object or parts")
+        self.count()
+        if "object" in record:
+            return Binding((Part(self.shared(record["object"], f"{what} object"), 0, 0),), True)
+        parts = record["parts"]
+        if type(parts) is not list or not parts:
+            raise DirectoryError(f"{what}: parts must be a nonempty array")
+        self.count(len(parts))
+        return Binding(tuple(self._part(part, what) for part in parts), False)
+
+    def _part(self, record: Any, what: str) -> Part:
+        if type(record) is not dict:
+            raise DirectoryError(f"{what}: each part must be an object, found {quoted(record)}")
+        require_members(record, frozenset(("object", "range")), NONE, f"{what} part")
+        span = record["range"]
+        if type(span) is not list or len(span) != 2:
+            raise DirectoryError(f"{what}: range must be two integers, found {quoted(span)}")
+        return Part(
+            self.shared(record["object"], f"{what} object"),
+            integer(span[0], 0, f"{what} range"),
+            integer(span[1], 0, f"{what} range"),
+        )
+
+    def _uses(self) -> list[Use]:
+        uses: list[Use] = []
+        required, optional = frozenset(("parameter", "input")), frozenset(("activation_policy", "auxiliaries"))
+        for index in self.cursor.elements("uses", MAX_RECORDS):
+            self.count()
+            what = f"use {index}"
+            record = self.cursor.record(what)
+            require_members(record, required, optional, what)
+            parameter = self.shared(record["parameter"], f"{what} parameter")
+            position = self.shared(record["input"], f"{what} input")
+            policy = record.get("activation_policy", "A16Only")
+            if policy not in POLICIES:
+                raise DirectoryError(f"{what}: policy {quoted(policy)} is not one of {', '.join(POLICIES)}")
+            auxiliaries = record.get("auxiliaries", {})
+            if type(auxiliaries) is not dict:
+                raise DirectoryError(f"{what}: auxiliaries must be an object")
+            bound = {
+                self.shared(role, f"{what} auxiliary"): self._short_binding(value, f"{what} auxiliary {quoted(role)}")
+                for role, value in auxiliaries.items()
+            }
+            uses.append(Use(parameter, position, POLICIES[POLICIES.index(policy)], bound))
+        return uses
+
+    def _metadata(self) -> dict[str, Any]:
+        value = self._open_object("metadata")
+        if "name" in value:
+            identifier(value["name"], "metadata name", forbid_nul=True)
+        return value
+
+    def _provenance(self) -> dict[str, Any]:
+        return self._open_object("provenance")
+
+    def _open_object(self, what: str) -> dict[str, Any]:
+        value = self.cursor.open_value(what)
+        if type(value) is not dict:
+            raise DirectoryError(f"{what}: expected an object, found {quoted(value)}")
+        return value
+
+
+def _proposal(record: Any, component: str, what: str) -> tuple[str, int | None]:
+    if component != "text":
+        raise DirectoryError(f"{what}: only component text may have a proposal")
+    if type(record) is not dict:
+        raise DirectoryError(f"{what}: proposal must be an object")
+    require_members(record, frozenset(("domain",)), frozenset(("rows",)), f"{what} proposal")
+    if record["domain"] == "full" and "rows" not in record:
+        return "full", None
+    if record["domain"] == "indexed" and "rows" in record:
+        return "indexed", integer(record["rows"], 1, f"{what} proposal rows")
+    raise DirectoryError(f"{what}: proposal must be domain full without rows, or domain indexed with rows")
+
+
+def _storage_problem(tensor: TensorObject, format: str, layout: str) -> str | None:
+    """Rule 6 of version 3, which makes only the object unusable. `format` and `layout` are the names in the file."""
+    what = f"object {quoted(tensor.name)}"
+    if format not in CANONICAL_NAMES or layout not in CANONICAL_NAMES:
+        unknown = format if format not in CANONICAL_NAMES else layout
+        return f"{what}: unknown format or layout {quoted(unknown)}; version 3 knows {', '.join(CANONICAL_NAMES)}"
+    if tensor.offset % TENSOR_ALIGNMENT:
+        return f"{what}: offset {tensor.offset} is not a multiple of {TENSOR_ALIGNMENT}"
+    try:
+        check_storage(tensor)
+    except (FormatError, LayoutError) as error:
+        return str(error)
+    return None
+
+
+def elements(tensor: TensorObject) -> int:
+    """Number of logical elements of a tensor."""
+    count = 1
+    for dimension in tensor.shape:
+        count *= dimension
+    return count
+
+
+def parse_directory(raw: Buffer, entry_name: str) -> DirectoryV3:
+    """Check a version 3 directory; `entry_name` is the file name of the entry as it was opened.
+
+    Errors: DirectoryError, GeometryError. Object storage problems are recorded in the objects, not raised.
+    """
+    directory = _Reader(raw).read()
+    check_references(directory, entry_name)
+    return directory
+
+
+def check_references(directory: DirectoryV3, entry_name: str) -> None:
+    """Everything that relates records to each other, in specification order; resolves whole-object bindings."""
+    _check_files(directory.files, entry_name)
+    tensors, resources = _check_objects(directory.objects, directory.payload_bytes)
+    if "text" not in directory.components:
+        raise DirectoryError("components: component text is required")
+    for name, component in directory.components.items():
+        what = f"component {quoted(name)}"
+        if component.target is not None and component.target not in directory.components:
+            raise DirectoryError(f"{what}: target {quoted(component.target)} is not a component")
+        for role, reference in component.resources.items():
+            if reference not in resources:
+                raise DirectoryError(f"{what}: resource {quoted(role)}: {quoted(reference)} is not a resource object")
+    for name, binding in directory.bindings.items():
+        directory.bindings[name] = _resolve(binding, tensors, f"binding {quoted(name)}")
+    seen: set[tuple[str, str]] = set()
+    for index, use in enumerate(directory.uses):
+        what = f"use {index}"
+        if use.parameter not in directory.bindings:
+            raise DirectoryError(f"{what}: parameter {quoted(use.parameter)} has no binding")
+        if (use.parameter, use.input) in seen:
+            raise DirectoryError(f"{what}: parameter {quoted(use.parameter)} and input {quoted(use.input)} occur twice")
+        seen.add((use.parameter, use.input))
+        for role, binding in use.auxiliaries.items():
+            use.auxiliaries[role] = _resolve(binding, tensors, f"{what} auxiliary {quoted(role)}")
+
+
+def _check_files(files: list[FilePart], entry_name: str) -> None:
+    if not files:
+        raise DirectoryError("files: at least one file is required")
+    names = {entry_name}
+    for index, file in enumerate(files[1:], start=1):
+        if file.path is None or file.path in names:
+            raise DirectoryError(f"file {index}: path {quoted(file.path)} occurs twice or names the entry itself")
+        names.add(file.path)
+    if sum(file.payload_bytes for file in files) >= U64_LIMIT:
+        raise GeometryError("files: the payload lengths add up to more than 2^64-1 bytes")
+
+
+def _check_objects(objects: list[StoredObject], payload_bytes: int) -> tuple[dict[str, TensorObject], set[str]]:
+    if not objects:
+        raise DirectoryError("objects: at least one object is required")
+    tensors: dict[str, TensorObject] = {}
+    resources: set[str] = set()
+    cursor = 0
+    for entry in objects:
+        what = f"object {quoted(entry.name)}"
+        if entry.name in tensors or entry.name in resources:
+            raise DirectoryError(f"{what}: the id occurs twice")
+        if isinstance(entry, TensorObject):
+            tensors[entry.name] = entry
+        else:
+            resources.add(entry.name)
+        if entry.offset < cursor:
+            raise GeometryError(f"{what}: offset {entry.offset} lies before the end {cursor} of the previous object")
+        cursor = entry.offset + entry.bytes
+        if cursor > payload_bytes:
+            raise GeometryError(f"{what}: ends at {cursor}, the payload has {payload_bytes} bytes")
+    return tensors, resources
+
+
+def _resolve(binding: Binding, tensors: dict[str, TensorObject], what: str) -> Binding:
+    if not binding.parts:
+        raise DirectoryError(f"{what}: parts must be a nonempty array")
+    total = 0
+    for part in binding.parts:
+        tensor = tensors.get(part.object)
+        if tensor is None:
+            raise DirectoryError(f"{what}: {quoted(part.object)} is not a tensor object")
+        size = elements(tensor)
+        if binding.whole:
+            return Binding((Part(part.object, 0, size),), True)
+        if not part.begin < part.end <= size:
+            span = f"[{part.begin}, {part.end})"
+            raise DirectoryError(f"{what}: range {span} is empty or leaves the {size} elements of its object")
+        total += part.end - part.begin
+    if total >= U64_LIMIT:
+        raise DirectoryError(f"{what}: the parts cover more than 2^64-1 elements")
+    return binding
+
+
+def _encode_binding(binding: Binding) -> dict[str, Any]:
+    if binding.whole:
+        return {"object": binding.parts[0].object}
+    return {"parts": [{"object": part.object, "range": [part.begin, part.end]} for part in binding.parts]}
+
+
+def _encode_object(entry: StoredObject) -> dict[str, Any]:
+    if isinstance(entry, TensorObject):
+        return {
+            "id": entry.name,
+            "shape": list(entry.shape),
+            "format": V3_NAMES.get(entry.format, entry.format),
+            "layout": V3_NAMES.get(entry.layout, entry.layout),
+            "offset": entry.offset,
+            "bytes": entry.bytes,
+            "kind": "tensor",
+        }
+    return {
+        "id": entry.name,
+        "encoding": V3_NAMES.get(entry.encoding, entry.encoding),
+        "offset": entry.offset,
+        "bytes": entry.bytes,
+        "kind": "resource",
+    }
+
+
+def _encode_component(component: Component) -> dict[str, Any]:
+    record: dict[str, Any] = {"config": component.config}
+    if component.target is not None:
+        record["target"] = component.target
+    if component.resources:
+        record["resources"] = component.resources
+    if component.proposal is not None:
+        domain, rows = component.proposal
+        record["proposal"] = {"domain": domain} if rows is None else {"domain": domain, "rows": rows}
+    return record
+
+
+def _encode_use(use: Use) -> dict[str, Any]:
+    record: dict[str, Any] = {"parameter": use.parameter, "input": use.input, "activation_policy": use.policy}
+    if use.auxiliaries:
+        record["auxiliaries"] = {role: _encode_binding(binding) for role, binding in use.auxiliaries.items()}
+    return record
+
+
+def encode_directory(directory: DirectoryV3, files: Iterable[FilePart] | None = None) -> bytes:
+    """Compact JSON bytes without trailing space; `files` replaces those of the directory. No checks: see writer_v3."""
+    root: dict[str, Any] = {
+        "components": {name: _encode_component(c) for name, c in directory.components.items()},
+        "objects": [_encode_object(entry) for entry in directory.objects],
+        "bindings": {name: _encode_binding(binding) for name, binding in directory.bindings.items()},
+        "uses": [_encode_use(use) for use in directory.uses],
+    }
+    if directory.metadata is not None:
+        root["metadata"] = directory.metadata
+    if directory.provenance is not None:
+        root["provenance"] = directory.provenance
+    root["files"] = [
+        {"path": file.path, "payload_bytes": file.payload_bytes}
+        for file in (directory.files if files is None else files)
+    ]
+    return json.dumps(root, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()

@@ -1,0 +1,234 @@
+"""Reading a JSON directory with bounded memory.
+
+`json.loads` turns eight hostile megabytes of `[[],[],…` into hundreds of megabytes of Python objects before any rule
+is looked at. This reader walks the document once: the caller says what it expects, converts each record to its compact
+form and drops it. Records go through the C scanner in slices of bounded length, open values through a budgeted parser.
+
+Limits (policy, not part of the format; the largest published directory, 8.0 MB with 98,550 records, fits):
+directory 8 MiB; decoded text 16 MiB; open values 32,768 in all; values in one record 4,096; nesting 64.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from json.decoder import scanstring  # type: ignore[attr-defined]  # the C string scanner of the standard library
+from typing import Any
+
+from artifacts.errors import DirectoryError, quoted
+
+MAX_DIRECTORY_BYTES = 8 << 20
+MAX_DECODED_BYTES = 16 << 20
+MAX_OPEN_VALUES = 32768
+MAX_DEPTH = 64
+MAX_RECORD_VALUES = 4096
+RECORD_SLICE = 2048  # characters handed to the C scanner at once: bounds what one record can allocate
+
+Buffer = bytes | memoryview
+
+_space = re.compile(r"[ \t\n\r]*").match
+_number = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?").match
+_MAX_NUMBER = 400  # characters; longer than any binary64 printed exactly in practice, far below int()'s own limit
+
+
+def decode_text(raw: Buffer) -> str:
+    """UTF-8 directory bytes to text.
+
+    A str costs one, two or four bytes per character by its widest character, so the width is checked first.
+    Errors: DirectoryError for size, byte order mark, invalid UTF-8.
+    """
+    if len(raw) > MAX_DIRECTORY_BYTES:
+        raise DirectoryError(f"JSON directory is {len(raw)} bytes; at most {MAX_DIRECTORY_BYTES} are allowed")
+    if bytes(raw[:3]) == b"\xef\xbb\xbf":
+        raise DirectoryError("JSON directory starts with a byte order mark; plain UTF-8 is required")
+    width = 4 if re.search(rb"[\xf0-\xff]", raw) else 2 if re.search(rb"[\xc4-\xef]", raw) else 1
+    if len(raw) * width > MAX_DECODED_BYTES:
+        raise DirectoryError(f"JSON directory decodes to more than {MAX_DECODED_BYTES} bytes of text")
+    try:
+        return str(raw, "utf-8")
+    except UnicodeDecodeError as error:
+        raise DirectoryError(f"JSON directory is not UTF-8: bad byte at {error.start}") from None
+
+
+def is_unicode(text: str) -> bool:
+    """False when the text holds a lone surrogate (JSON escapes can spell one), which UTF-8 cannot store."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _reject_constant(name: str) -> Any:
+    raise DirectoryError(f"JSON directory holds {name}, which is not JSON")
+
+
+def _strict_int(digits: str) -> int:
+    if digits == "-0":
+        raise DirectoryError("JSON directory spells an integer -0; 0 is required")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise DirectoryError(f"JSON directory holds the number {quoted(digits)}, which overflows binary64")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise DirectoryError(f"JSON directory repeats member {quoted(key)} in one object")
+            seen.add(key)
+    return record
+
+
+class JsonCursor:
+    """A position in a JSON text. Every method consumes exactly one construct and raises DirectoryError otherwise.
+
+    `negative_zero`: whether the integer token `-0` is accepted (version 3) or an error (versions 1 and 2).
+    """
+
+    def __init__(self, text: str, negative_zero: bool) -> None:
+        self.text = text
+        self.position = 0
+        self._open_values = MAX_OPEN_VALUES
+        self._parse_int: Callable[[str], int] = int if negative_zero else _strict_int
+        decoder = json.JSONDecoder(
+            object_pairs_hook=_unique,
+            parse_constant=_reject_constant,
+            parse_int=None if negative_zero else _strict_int,
+            parse_float=_finite,
+        )
+        self._scan = decoder.scan_once  # type: ignore[attr-defined]
+
+    def fail(self, expected: str) -> DirectoryError:
+        found = quoted(self.text[self.position : self.position + 12]) if self.position < len(self.text) else "the end"
+        return DirectoryError(f"JSON directory: expected {expected} at character {self.position}, found {found}")
+
+    def peek(self) -> str:
+        """The next character that is not white space, or '' at the end."""
+        self.position = _space(self.text, self.position).end()  # type: ignore[union-attr]
+        return self.text[self.position : self.position + 1]
+
+    def end(self) -> None:
+        """Only white space may follow."""
+        if self.peek():
+            raise self.fail("the end of the document")
+
+    def _take(self, character: str, expected: str) -> None:
+        if self.peek() != character:
+            raise self.fail(expected)
+        self.position += 1
+
+    def string(self) -> str:
+        """One JSON string; lone surrogates are rejected because no writer could store them."""
+        if self.peek() != '"':
+            raise self.fail("a string")
+        try:
+            value, self.position = scanstring(self.text, self.position + 1, True)
+        except json.JSONDecodeError as error:
+            raise DirectoryError(f"JSON directory: {error.msg} at character {error.pos}") from None
+        if not is_unicode(value):
+            raise DirectoryError(f"JSON directory holds a lone surrogate in {quoted(value)}")
+        return str(value)
+
+    def members(self, what: str, limit: int) -> Iterator[str]:
+        """The member names of an object, in order; the caller consumes each value before the next name.
+
+        Errors: not an object, a repeated name, more than `limit` members.
+        """
+        self._take("{", f"an object ({what})")
+        seen: set[str] = set()
+        if self.peek() == "}":
+            self.position += 1
+            return
+        while True:
+            name = self.string()
+            if name in seen:
+                raise DirectoryError(f"JSON directory repeats member {quoted(name)} of {what}")
+            if len(seen) == limit:
+                raise DirectoryError(f"JSON directory: {what} has more than {limit} members")
+            seen.add(name)
+            self._take(":", "a colon")
+            yield name
+            if self.peek() == "}":
+                self.position += 1
+                return
+            self._take(",", "a comma or the end of an object")
+
+    def elements(self, what: str, limit: int) -> Iterator[int]:
+        """The indices of an array, in order; the caller consumes each element before the next index."""
+        self._take("[", f"an array ({what})")
+        if self.peek() == "]":
+            self.position += 1
+            return
+        for index in range(limit):
+            yield index
+            if self.peek() == "]":
+                self.position += 1
+                return
+            self._take(",", "a comma or the end of an array")
+        raise DirectoryError(f"JSON directory: {what} has more than {limit} elements")
+
+    def short_record(self, what: str) -> dict[str, Any] | None:
+        """One object, read by the C scanner, if it ends within RECORD_SLICE characters; else None, nothing consumed."""
+        if self.peek() != "{":
+            raise self.fail(f"an object ({what})")
+        head = self.text[self.position : self.position + RECORD_SLICE]
+        try:
+            value, length = self._scan(head, 0)
+        except (StopIteration, ValueError, RecursionError):
+            return None
+        self.position += length
+        return value  # type: ignore[no-any-return]
+
+    def record(self, what: str) -> dict[str, Any]:
+        """One object of the closed schema as a dict; the caller checks its members.
+
+        A record that is long or not JSON goes through the budgeted parser, which also words the error.
+        """
+        value = self.short_record(what)
+        if value is None:
+            document_budget, self._open_values = self._open_values, MAX_RECORD_VALUES
+            value = self.open_value(what)
+            self._open_values = document_budget
+        return value
+
+    def open_value(self, what: str, depth: int = 0) -> Any:
+        """Any JSON value, within the depth limit and the document-wide budget of open values."""
+        if depth == MAX_DEPTH:
+            raise DirectoryError(f"JSON directory: {what} is nested deeper than {MAX_DEPTH} levels")
+        self._open_values -= 1
+        if self._open_values < 0:
+            raise DirectoryError(f"JSON directory: {what} holds more values than the reader's limit")
+        first = self.peek()
+        if first == '"':
+            return self.string()
+        if first == "{":
+            return {name: self.open_value(what, depth + 1) for name in self.members(what, MAX_OPEN_VALUES)}
+        if first == "[":
+            return [self.open_value(what, depth + 1) for _ in self.elements(what, MAX_OPEN_VALUES)]
+        for word, value in (("true", True), ("false", False), ("null", None)):
+            if self.text.startswith(word, self.position):
+                self.position += len(word)
+                return value
+        return self._number()
+
+    def _number(self) -> int | float:
+        match = _number(self.text, self.position, self.position + _MAX_NUMBER + 1)
+        if match is None:
+            raise self.fail("a JSON value")
+        digits = match.group()
+        if len(digits) > _MAX_NUMBER:
+            raise DirectoryError(f"JSON directory: a number of more than {_MAX_NUMBER} digits")
+        self.position = match.end()
+        if digits.lstrip("-").isdigit():
+            return self._parse_int(digits)
+        return _finite(digits)
