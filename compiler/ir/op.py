@@ -67,6 +67,10 @@ class Context(Protocol):
     width: int  # T, columns per lane
     columns: list[tuple[int, int]]
 
+    def rows(self, name: str) -> list[tuple[int, int]]:
+        """(lane, t) of each row that ``get(name)`` gives: the active columns, or, for a value with one row per lane,
+        each active lane with its last column."""
+
     def get(self, name: str) -> Array:
         """Activation operand ``name`` (input or output by its operand name), [active columns, width of the ref]."""
 
