@@ -14,9 +14,7 @@ from .fp8_row import FP8_ROW, Fp8RowFormat
 from .grouped_int import Q4G64, Q5G64, Q6G64, W8G32, GroupedIntFormat
 from .nvfp4 import NVFP4, SCALE_METHODS, Nvfp4Format, absolute_maximum, check_divisor
 
-FORMATS: dict[str, NumericFormat] = {
-    f.name: f for f in (BF16, FP32, I32, Q4G64, Q5G64, Q6G64, W8G32, NVFP4, FP8_ROW)
-}
+FORMATS: dict[str, NumericFormat] = {f.name: f for f in (BF16, FP32, I32, Q4G64, Q5G64, Q6G64, W8G32, NVFP4, FP8_ROW)}
 V3_FORMATS: dict[str, NumericFormat] = {f.v3_name: f for f in FORMATS.values()}
 
 

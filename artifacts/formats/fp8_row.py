@@ -46,7 +46,8 @@ class Fp8RowFormat(NumericFormat):
     def decode_rows(self, fields: Mapping[str, Array], dtype: Any = np.float32) -> Array:
         """One correctly rounded product per element."""
         values = e4m3_decode(fields["codes"]).astype(dtype, copy=False)
-        values *= bf16_to_f32(fields["scales"]).astype(dtype, copy=False)[:, None]
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            values *= bf16_to_f32(fields["scales"]).astype(dtype, copy=False)[:, None]
         return values
 
     def encode_rows(self, values: Array) -> Fields:

@@ -320,4 +320,3 @@ def _plane_spans(
                 at += width
         row += count
     return spans
-
