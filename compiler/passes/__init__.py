@@ -1,0 +1,1 @@
+"""Passes from the op graph to the linear schedule: fusion, kernel choice, memory plan, schedule."""

@@ -1,0 +1,146 @@
+"""Linear schedule: kernel calls in build order, their memory, arguments and dependencies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from artifacts.layouts import get_layout
+from compiler.ir.graph import OpGraph
+from compiler.ir.op import Op
+from compiler.ir.types import DTYPE_BYTES, IRError, Kind, Ref, Value
+from compiler.kernels.spec import KernelSpec
+from compiler.passes import memory
+from compiler.program.model import WORK, Arg, Call, Phase, Placement
+
+PLANES = ("codes", "high", "scales", "divisor")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ops that one kernel executes. ``operands`` maps the kernel's argument names to uses of values."""
+
+    spec: KernelSpec
+    ops: tuple[Op, ...]
+    nodes: tuple[int, ...]
+    operands: Mapping[str, Ref]
+    internal: frozenset[str] = frozenset()
+    rank: int = 0
+
+
+def weight_planes(value: Value) -> dict[str, int]:
+    """Byte offset of each plane inside an encoded weight, by argument suffix (absent planes are left out)."""
+    if value.source is None:
+        raise IRError(f"value {value.name} is no weight")
+    planes = get_layout(value.source.layout).planes(value.source.format, value.type.shape)
+    names = {"codes": "codes", "words": "codes", "values": "codes", "base": "codes", "high": "high", "scales": "scales",
+             "scale": "scales", "divisor": "divisor"}  # fmt: skip
+    return {names[plane.name]: plane.offset for plane in planes}
+
+
+@dataclass
+class Scheduler:
+    """Turns groups of one phase into calls. ``shared`` are placements of weights, states and tables."""
+
+    graph: OpGraph
+    groups: Sequence[Group]
+    shared: Mapping[str, Placement]
+    programmatic: bool
+    lifetimes: list[memory.Lifetime] = field(default_factory=list)
+    accesses: dict[str, list[int]] = field(default_factory=dict)
+
+    def run(self) -> tuple[Phase, list[int]]:
+        """The phase and the size of region WORK per rank."""
+        self._liveness()
+        placements, sizes = memory.plan(self.lifetimes, WORK)
+        edges = memory.reuse_edges(placements, self.lifetimes, self.accesses) | self._hazards()
+        calls = []
+        for index, group in enumerate(self.groups):
+            scratch = {name: placements[f"call{index}.{name}"] for name in group.spec.scratch}
+            calls.append(
+                Call(
+                    index=index,
+                    rank=group.rank,
+                    entry=group.spec.entry,
+                    args=tuple(self._args(group, placements, scratch)),
+                    grid=group.spec.grid,
+                    block=group.spec.block,
+                    smem=group.spec.smem,
+                    cluster=group.spec.cluster,
+                    ops=group.ops,
+                    deps=tuple(sorted(before for before, after in edges if after == index)),
+                    scratch=scratch,
+                    internal={name: self.graph.values[name].type for name in sorted(group.internal)},
+                    programmatic=self.programmatic,
+                )
+            )
+        kept = {name: p for name, p in placements.items() if not name.startswith("call")}
+        values = {name: v for name, v in self.graph.values.items() if v.kind is Kind.ACTIVATION}
+        phase = Phase(self.graph.name, self.graph.phase, self.graph.lanes, self.graph.width, tuple(calls), values, kept)
+        return phase, sizes
+
+    def _liveness(self) -> None:
+        first: dict[str, int] = {}
+        for index, group in enumerate(self.groups):
+            for op in group.ops:
+                for _, ref in op.refs():
+                    value = self.graph.values[ref.value]
+                    if value.kind is not Kind.ACTIVATION or ref.value in group.internal:
+                        continue
+                    first.setdefault(ref.value, index)
+                    if index not in self.accesses.setdefault(ref.value, []):
+                        self.accesses[ref.value].append(index)
+            for name, nbytes in group.spec.scratch.items():
+                buffer = f"call{index}.{name}"
+                self.accesses[buffer] = [index]
+                self.lifetimes.append(memory.Lifetime(buffer, nbytes, index, index, group.rank))
+        for name, start in first.items():
+            value = self.graph.values[name]
+            self.lifetimes.append(
+                memory.Lifetime(name, value.nbytes, start, self.accesses[name][-1], value.rank)
+            )
+
+    def _hazards(self) -> set[tuple[int, int]]:
+        owner = {node: index for index, group in enumerate(self.groups) for node in group.nodes}
+        edges = {(owner[u], owner[v]) for u, v in self.graph.dag.edges if owner[u] != owner[v]}
+        for before, after in edges:
+            if before > after:
+                raise IRError(f"graph {self.graph.name}: call {after} is scheduled before call {before} that it needs")
+        return edges
+
+    def _args(self, group: Group, placements: Mapping[str, Placement], scratch: Mapping[str, Placement]) -> list[Arg]:
+        out = []
+        for name in group.spec.args:
+            if name in group.spec.scalars:
+                number = group.spec.scalars[name]
+                out.append(Arg(name, "float" if isinstance(number, float) else "int", number=number))
+            elif name in scratch:
+                place = scratch[name]
+                out.append(Arg(name, "pointer", place.region, place.offset, rank=place.rank))
+            elif name in group.operands:
+                out.append(self._pointer(name, group.operands[name], placements))
+            elif name.endswith("_stride") and name[: -len("_stride")] in group.operands:
+                ref = group.operands[name[: -len("_stride")]]
+                out.append(Arg(name, "int", number=self.graph.values[ref.value].type.shape[-1]))
+            else:
+                base, _, plane = name.rpartition("_")
+                if plane not in PLANES or base not in group.operands:
+                    raise IRError(f"kernel {group.spec.entry}: argument {name} is no operand, scalar or scratch")
+                value = self.graph.values[group.operands[base].value]
+                offsets = weight_planes(value)
+                if plane not in offsets:
+                    out.append(Arg(name, "null"))
+                else:
+                    place = self.shared[value.name]
+                    out.append(Arg(name, "pointer", place.region, place.offset + offsets[plane], rank=place.rank))
+        return out
+
+    def _pointer(self, name: str, ref: Ref, placements: Mapping[str, Placement]) -> Arg:
+        value = self.graph.values[ref.value]
+        place = placements[ref.value] if ref.value in placements else self.shared[ref.value]
+        return Arg(name, "pointer", place.region, place.offset + ref.offset * DTYPE_BYTES[value.type.dtype],
+                   rank=place.rank)  # fmt: skip
+
+
+Selector = Callable[[Op], KernelSpec]
+__all__ = ["Group", "Scheduler", "Selector", "replace", "weight_planes"]
