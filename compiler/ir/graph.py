@@ -41,16 +41,17 @@ class OpGraph:
 
     def add_op(self, kind: str, inputs: Mapping[str, Ref], outputs: Mapping[str, Ref],
                state: Mapping[str, Ref] | None = None, attrs: Mapping[str, Attr] | None = None,
-               rank: int = 0, layer: int = -1) -> int:  # fmt: skip
-        """Append an op in program order; hazard edges follow from the values it touches. Returns its node id."""
+               rank: int = 0, layer: int = -1, also_writes: Iterable[str] = ()) -> int:  # fmt: skip
+        """Append an op in program order; hazard edges follow from the values it touches, and from ``also_writes``,
+        values it may change besides its operands. Returns its node id."""
         op = Op(kind, dict(inputs), dict(outputs), dict(state or {}), dict(attrs or {}), rank, layer)
-        return self.append(op)
+        return self.append(op, also_writes)
 
-    def append(self, op: Op) -> int:
+    def append(self, op: Op, also_writes: Iterable[str] = ()) -> int:
         node = int(self.dag.number_of_nodes())
         self.dag.add_node(node, op=op)
         reads = {ref.value for ref in (*op.inputs.values(), *op.state.values())}
-        writes = {ref.value for ref in (*op.outputs.values(), *op.state.values())}
+        writes = {ref.value for ref in (*op.outputs.values(), *op.state.values())} | set(also_writes)
         for value in reads | writes:
             if value not in self.values:
                 raise IRError(f"op {op.kind}: value {value} is not declared")
