@@ -10,28 +10,21 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from artifacts.container.directory_v2 import Identity
 from artifacts.container.directory_v2 import parse_directory as parse_directory_v2
-from artifacts.container.directory_v3 import Binding, Component, DirectoryV3, FilePart, Use, elements
+from artifacts.container.directory_v3 import DirectoryV3, FilePart
 from artifacts.container.directory_v3 import parse_directory as parse_directory_v3
 from artifacts.container.json_reader import MAX_DIRECTORY_BYTES
 from artifacts.container.payload import PART_HEADER_BYTES, Bytes, MappedFile, Payload, Segment
-from artifacts.container.schema import METADATA_ALIGNMENT, ResourceObject, StoredObject, TensorObject
+from artifacts.container.schema import METADATA_ALIGNMENT, StoredObject, TensorObject
 from artifacts.errors import DirectoryError, FramingError, IdentityError, LayoutError, quoted
+from artifacts.identities.model import ModelView, RowView
 from artifacts.layouts import align_up
 
 MAGICS = {b"NINFER\x00\x01": 1, b"NINFER\x00\x02": 2, b"NINFER\x00\x03": 3}
 HEADER_BYTES = {1: 16, 2: 16, 3: 32}
-
-
-class RowView(NamedTuple):
-    """Rows [r0, r1) of `object`; for one-dimensional objects rows are elements, a scalar has one row."""
-
-    object: TensorObject
-    r0: int
-    r1: int
 
 
 class Frame(NamedTuple):
@@ -183,6 +176,40 @@ class Artifact:
         """Open and check every continuation part now. Errors: PartError."""
         self._payload.open_all()
 
+    def object_index(self, name: str) -> int:
+        """Position of an object in the directory. Errors: IdentityError when there is none."""
+        try:
+            return self._positions[name]
+        except KeyError:
+            raise IdentityError(f"{self.path.name}: no object {quoted(name)}") from None
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.objects)}
+
+    # The model
+
+    @cached_property
+    def model(self) -> ModelView:
+        """Dimensions, logical parameters, uses and frontend files, the same for every version."""
+        return ModelView(self)
+
+    def text_config(self) -> dict[str, Any]:
+        """The text configuration: of the registry, of `model/config.json`, or of the version 3 component `text`.
+
+        Members are those of artifact-container-v3.md section 6, always flat. Errors: ConfigError.
+        """
+        config = self.model.config("text")
+        assert config is not None
+        return config
+
+    def parameter(self, name: str) -> list[RowView]:
+        """Row ranges of objects that hold a logical parameter such as `text/layers/3/attention/query`.
+
+        Errors: IdentityError when there is none, LayoutError when it is not made of whole rows, ConfigError.
+        """
+        return self.model.parameter(name)
+
     # Version 3 records
 
     @property
@@ -206,4 +233,4 @@ def open(path: str | os.PathLike[str]) -> Artifact:
     return Artifact(path)
 
 
-__all__ = ["Artifact", "Binding", "Component", "ResourceObject", "RowView", "Use", "elements", "open"]
+__all__ = ["Artifact", "RowView", "open"]

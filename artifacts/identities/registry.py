@@ -147,6 +147,8 @@ class RegisteredIdentity:
     file_bytes: int
     sha256: str
     drafter: DraftDims | None = None
+    optional_drafter: DraftDims | None = None
+    """A drafter that later files of the same identity add; its objects are not in the published inventory."""
     v1_sha256: str | None = None
     v1_directory_sha256: str | None = None
     published_as: Identity | None = field(default=None)
@@ -208,6 +210,7 @@ REGISTRY: dict[Identity, RegisteredIdentity] = {
             "qwen3_8_27b.ninfer",
             18210531328,
             "eec39564993d6e9c7d5e383382a760f093465c9d163ec9a1bd6b80199514bf3e",
+            optional_drafter=DFLASH2_27B,
         ),
         RegisteredIdentity(
             Identity("qwen3.8-27b", "nvfp4"),
@@ -218,6 +221,7 @@ REGISTRY: dict[Identity, RegisteredIdentity] = {
             "qwen3_8_27b_nvfp4.ninfer",
             21492695040,
             "bb3360522a06e136e0367f5703414d26272b7285c8a6ab6194135c17dbd81b32",
+            optional_drafter=DFLASH2_27B,
         ),
         RegisteredIdentity(
             Identity("qwen3.6-35b-a3b", "groupwise-int"),
