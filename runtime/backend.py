@@ -1,0 +1,59 @@
+"""What a session needs of whatever executes a program: CUDA devices or the Python VM."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from compiler.ir.op import Array
+from compiler.program.model import Program
+from runtime.vm import Machine
+
+
+class Backend(Protocol):
+    """Executes phases of one program in launch order.
+
+    ``ring`` (u32) and ``egress`` (i32) are the host rings. ``launch`` may return before the work is done; ``wait``
+    blocks until every launch so far has completed and raises DeviceError when one failed.
+    """
+
+    program: Program
+    ring: Array
+    egress: Array
+
+    def launch(self, phase: str) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def read(self, name: str, rank: int = 0) -> Array:
+        """A copy of a shared value (state or table) in float32/int32, after ``wait``."""
+
+    def read_activation(self, phase: str, name: str, rows: int) -> Array:
+        """The first ``rows`` rows of an activation of the last launch of ``phase``, float32/float64/int32."""
+
+    def close(self) -> None: ...
+
+
+class VMBackend:
+    """The Python VM as a backend. Launches run at once."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.program = machine.program
+        self.ring = machine.ring
+        self.egress = machine.egress
+
+    def launch(self, phase: str) -> None:
+        self.machine.run(phase)
+
+    def wait(self) -> None:
+        return None
+
+    def read(self, name: str, rank: int = 0) -> Array:
+        return self.machine.read(name, rank).copy()
+
+    def read_activation(self, phase: str, name: str, rows: int) -> Array:
+        copy: Array = self.machine.activation(phase, name)[:rows].copy()
+        return copy
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,308 @@
+"""A session: lanes of one program, driven by ingress records; no global state.
+
+The host never looks at a token to launch the next step: the device queues its own input, freezes a lane on a stop, and
+the host reads results up to ``depth`` steps behind.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from compiler.control import MAX_STOPS, PAGE, DeviceFault, Finish
+from compiler.ir.op import Array
+from compiler.program.model import Phase
+from runtime.backend import Backend
+from runtime.control import Ingress, StepResult, read_egress, sampling_words
+
+
+class RequestError(ValueError):
+    """A request cannot be served by this program; names the limit."""
+
+
+class EngineFault(RuntimeError):
+    """The device reported a fault word: the session is not usable any more."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters of a lane (spec/mtp.md §7). Temperature 0 is the exact argmax."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """Token ids of a prompt, at most ``max_new`` tokens of output, ids that end it."""
+
+    prompt: Sequence[int]
+    max_new: int
+    stop_ids: Sequence[int] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass
+class Lane:
+    """State of a running request on the host. ``fed`` prompt tokens have been handed to the device."""
+
+    index: int
+    request: Request
+    slot: int
+    pages: list[int]
+    fed: int = 0
+    queued: int = 0
+    produced: int = 0
+    finish: Finish = Finish.NONE
+
+
+@dataclass(frozen=True)
+class Emission:
+    """One token of a lane; ``finish`` is set with the last one."""
+
+    lane: int
+    token: int
+    finish: Finish
+
+
+class Session:
+    """Runs requests on a backend. ``prefill``: ``chunks`` (the prefill phase), or ``none`` (every prompt token through
+    decode columns; a test option). ``depth``: steps launched ahead of reading. ``permute``: seed that permutes slots
+    and pages (tests: nothing may depend on which ones a lane gets)."""
+
+    def __init__(self, backend: Backend, prefill: str = "chunks", depth: int = 2, permute: int | None = None,
+                 columns: int | None = None) -> None:  # fmt: skip
+        if prefill not in ("chunks", "none"):
+            raise RequestError(f"prefill {prefill!r}: allowed are chunks, none")
+        self.backend = backend
+        self.program = backend.program
+        self.limits = self.program.limits
+        self.prefill = prefill
+        self.depth = depth
+        self.columns = columns
+        self.step = 0  # number of the next launch
+        self._read = 0  # next step whose result is to be read
+        self._ingress = Ingress(backend.ring, self.limits)
+        self._lanes: dict[int, Lane] = {}
+        slots, pages = list(range(self.limits.slots)), list(range(self.limits.pages))
+        if permute is not None:
+            shuffle = random.Random(permute)
+            shuffle.shuffle(slots)
+            shuffle.shuffle(pages)
+        self._free_slots, self._free_pages = slots, pages
+        self._pending: list[Emission] = []
+        decode = [p for p in self.program.phases.values() if p.phase == "decode"]
+        self._decode: dict[tuple[int, int], Phase] = {(p.lanes, p.width): p for p in decode}
+
+    # -- requests
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError naming the limit that ``request`` breaks."""
+        limits = self.limits
+        if not request.prompt:
+            raise RequestError("the prompt has no tokens")
+        if len(request.prompt) >= limits.max_context:
+            raise RequestError(
+                f"the prompt has {len(request.prompt)} tokens, --max-context {limits.max_context} allows "
+                f"{limits.max_context - 1} and one of output"
+            )
+        for position, token in enumerate(request.prompt):
+            if not 0 <= token < limits.vocab_ids:
+                raise RequestError(f"token {position} of the prompt is {token}; ids 0…{limits.vocab_ids - 1} exist")
+        if request.max_new < 1:
+            raise RequestError(f"max_new is {request.max_new}; at least 1 is needed")
+        if len(request.stop_ids) > MAX_STOPS:
+            raise RequestError(f"{len(request.stop_ids)} stop ids; at most {MAX_STOPS} are allowed")
+
+    def free_lane(self) -> int | None:
+        """The lowest lane without a request, None when all are busy."""
+        return next((b for b in range(self.limits.lanes) if b not in self._lanes), None)
+
+    def submit(self, request: Request, lane: int | None = None) -> int:
+        """Place a request on a free lane (the lowest, or ``lane``). Returns the lane. Raises RequestError."""
+        self.check(request)
+        index = self.free_lane() if lane is None else lane
+        if index is None or index in self._lanes:
+            raise RequestError("no lane is free")
+        total = min(self.limits.max_context, len(request.prompt) + request.max_new)
+        count = -(-total // PAGE)
+        if count > len(self._free_pages):
+            raise RequestError(f"the request needs {count} KV pages, {len(self._free_pages)} are free")
+        pages, self._free_pages = self._free_pages[:count], self._free_pages[count:]
+        entry = Lane(index, request, self._free_slots.pop(0), pages)
+        self._lanes[index] = entry
+        self._write_lane(entry)
+        return index
+
+    def _write_lane(self, lane: Lane) -> None:
+        at, write, b = self.step, self._ingress.write, lane.index
+        stops = [*lane.request.stop_ids, *([-1] * MAX_STOPS)][:MAX_STOPS]
+        scalars = {"lane_slot": lane.slot, "lane_page_row": b, "lane_len": 0, "lane_prompt_len": len(lane.request.prompt),
+                   "lane_limit": lane.request.max_new, "lane_generated": 0, "lane_frozen": 0, "lane_rope_delta": 0,
+                   "queue_head": 0, "queue_tail": 0}  # fmt: skip
+        for table, value in scalars.items():
+            write(at, table, [value], (b,))
+        write(at, "lane_stops", stops, (b, 0))
+        write(at, "lane_sampling", sampling_words(vars(lane.request.sampling)), (b, 0))
+        write(at, "slot_pending", [0], (lane.slot,))
+        write(at, "slot_parity", [0], (lane.slot,))
+        write(at, "page_table", lane.pages, (b, 0))
+        self._ingress.clear_counts(at, lane.slot)
+
+    def cancel(self, lane: int) -> None:
+        """Stop a lane at the next step and free it."""
+        if lane in self._lanes:
+            self._ingress.write(self.step, "lane_frozen", [1], (lane,))
+            self._release(self._lanes[lane])
+
+    def _release(self, lane: Lane) -> None:
+        del self._lanes[lane.index]
+        self._free_slots.append(lane.slot)
+        self._free_pages.extend(lane.pages)
+
+    # -- steps
+
+    @property
+    def active(self) -> int:
+        return len(self._lanes)
+
+    def advance(self) -> list[Emission]:
+        """Launch one step and return the emissions that have become known (up to ``depth`` steps behind)."""
+        if self._lanes:
+            self._launch_next()
+        self._collect(self.step - self.depth if self._lanes else self.step)
+        out, self._pending = self._pending, []
+        return out
+
+    def generate(self, request: Request) -> Iterator[Emission]:
+        """Run one request alone to its end."""
+        lane = self.submit(request)
+        while lane in self._lanes:
+            yield from (e for e in self.advance() if e.lane == lane)
+
+    def _launch_next(self) -> None:
+        waiting = [lane for lane in self._lanes.values() if lane.fed < len(lane.request.prompt)]
+        if waiting and self.prefill == "chunks":
+            lane = min(waiting, key=lambda item: item.index)
+            short = self._short_phase(lane)
+            if short is None:
+                self._prefill_chunk(lane)
+                return
+            self._feed(lane, len(lane.request.prompt))
+            self._launch(short.name)
+            return
+        width = 1
+        if waiting:
+            for lane in waiting:
+                self._feed(lane, lane.fed + self.limits.queue // 2)
+            width = self.columns or 1
+        top = max(self._lanes) + 1
+        fitting = [key for key in self._decode if key[0] >= top and key[1] == width]
+        if not fitting:
+            raise RequestError(f"the program has no decode graph of {top} lanes × {width} columns; compile with --pairs")
+        self._launch(self._decode[min(fitting)].name)
+
+    def _short_phase(self, lane: Lane) -> Phase | None:
+        """A one-lane decode graph that takes the whole remaining prompt: cheaper than a prefill chunk."""
+        left = len(lane.request.prompt) - lane.fed
+        if lane.index != 0 or lane.fed or len(self._lanes) > 1:
+            return None
+        fitting = [key for key in self._decode if key[0] == 1 and key[1] >= left]
+        return self._decode[min(fitting)] if fitting else None
+
+    def _feed(self, lane: Lane, target: int) -> None:
+        """Queue prompt tokens up to ``target`` as far as the device's ring has room for them."""
+        target = min(target, len(lane.request.prompt))
+        size = self.limits.queue
+        while lane.fed < target and lane.fed - self._consumed_tokens(lane) < size - 1:
+            room = size - 1 - (lane.fed - self._consumed_tokens(lane))
+            start = lane.fed % size
+            count = min(target - lane.fed, room, size - start)
+            self._ingress.write(self.step, "queue", list(lane.request.prompt[lane.fed : lane.fed + count]), (lane.index, start))
+            lane.fed += count
+        self._ingress.write(self.step, "queue_tail", [lane.fed], (lane.index,))
+
+    def _consumed_tokens(self, lane: Lane) -> int:
+        return lane.queued
+
+    def _prefill_chunk(self, lane: Lane) -> None:
+        phase = self.program.phases["prefill"]
+        prompt = lane.request.prompt
+        count = min(phase.width, len(prompt) - lane.fed)
+        final = lane.fed + count == len(prompt)
+        write, at = self._ingress.write, self.step
+        write(at, "pf_control", [lane.index, int(final)], (0,))
+        for table, value in (("pf_lane_slot", lane.slot), ("pf_lane_page_row", lane.index), ("pf_lane_ncols", count),
+                             ("pf_lane_len", lane.fed)):  # fmt: skip
+            write(at, table, [value], (0,))
+        write(at, "pf_tokens", list(prompt[lane.fed : lane.fed + count]), (0,))
+        for axis in range(3):
+            write(at, "pf_positions", list(range(lane.fed, lane.fed + count)), (axis, 0))
+        lane.fed += count
+        self._launch("prefill")
+
+    def _launch(self, phase: str) -> None:
+        self.backend.launch(phase)
+        self.step += 1
+
+    def _collect(self, until: int) -> None:
+        """Read results of the steps below ``until``."""
+        while self._read < until:
+            result = read_egress(self.backend.egress, self.limits.lanes, self._read)
+            if result is None:
+                self.backend.wait()
+                result = read_egress(self.backend.egress, self.limits.lanes, self._read)
+                if result is None:
+                    raise EngineFault(f"step {self._read} left no result: the device stopped")
+            self._read += 1
+            self._ingress.consumed(self._read)
+            self._apply(result)
+
+    def _apply(self, result: StepResult) -> None:
+        if result.fault:
+            raise EngineFault(f"step {result.step}: the device reports {DeviceFault(result.fault).name}")
+        for index, lane in list(self._lanes.items()):
+            state = result.lanes[index]
+            lane.queued = state.length
+            if state.emitted is None:
+                continue
+            lane.produced += 1
+            lane.finish = Finish(state.reason)
+            self._pending.append(Emission(index, state.emitted, lane.finish))
+            if lane.finish:
+                self._release(lane)
+
+    # -- scoring
+
+    def score(self, ids: Sequence[int]) -> Iterator[Array]:
+        """Teacher-forced logits of ``ids``, chunk by chunk, [rows, vocabulary rows] (``ninferc logits``)."""
+        if "score" not in self.program.phases:
+            raise RequestError("the program has no scoring phase; compile without --no-score")
+        if self._lanes:
+            raise RequestError("scoring needs an idle session")
+        self.check(Request(list(ids)[: self.limits.max_context - 1], 1))
+        if len(ids) > self.limits.max_context:
+            raise RequestError(f"{len(ids)} ids exceed --max-context {self.limits.max_context}")
+        phase = self.program.phases["score"]
+        logits = next(name for name in phase.values if name.startswith("logits"))
+        lane = Lane(0, Request(list(ids), 1), self._free_slots[0], self._free_pages[: -(-len(ids) // PAGE)])
+        self._write_lane(lane)
+        for start in range(0, len(ids), phase.width):
+            count = min(phase.width, len(ids) - start)
+            write, at = self._ingress.write, self.step
+            write(at, "pf_control", [0, 0], (0,))
+            for table, value in (("pf_lane_slot", lane.slot), ("pf_lane_page_row", 0), ("pf_lane_ncols", count),
+                                 ("pf_lane_len", start)):  # fmt: skip
+                write(at, table, [value], (0,))
+            write(at, "pf_tokens", list(ids[start : start + count]), (0,))
+            for axis in range(3):
+                write(at, "pf_positions", list(range(start, start + count)), (axis, 0))
+            self._launch("score")
+            self._collect(self.step)
+            yield self.backend.read_activation("score", logits, count)
