@@ -79,6 +79,8 @@ class PayloadWriter:
         self, objects: Sequence[StoredObject], segments: Sequence[tuple[OutputFile, int, int]], sparse: bool
     ) -> None:
         self.objects: Mapping[str, StoredObject] = {entry.name: entry for entry in objects}
+        self._order = list(objects)
+        self._offsets = [entry.offset for entry in objects]
         self._segments = segments
         self._starts = [0]
         for _, _, length in segments:
@@ -141,9 +143,28 @@ class PayloadWriter:
             if plane.unit_rows or r0 == 0:
                 self.write_at(name, offset, data)
 
-    def _entry(self, name: str) -> StoredObject:
+    def write_payload(self, offset: int, data: Any) -> None:
+        """Write raw payload bytes, gaps included; the parts of objects that they hold count as written.
+
+        Errors: as write_at.
+        """
+        self._check_open()
+        view = memoryview(data).cast("B")
+        end = offset + len(view)
+        for entry in self._order[max(0, bisect_right(self._offsets, offset) - 1) :]:
+            if entry.offset >= end:
+                break
+            begin, stop = max(offset, entry.offset), min(end, entry.offset + entry.bytes)
+            if begin < stop:
+                self._record(entry, begin - entry.offset, stop - entry.offset)
+        self._write(offset, view)
+
+    def _check_open(self) -> None:
         if not self._open:
             raise OutputError("the writer is closed")
+
+    def _entry(self, name: str) -> StoredObject:
+        self._check_open()
         entry = self.objects.get(name)
         if entry is None:
             raise OutputError(f"object {quoted(name)} is not in the plan")
