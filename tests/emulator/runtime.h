@@ -1,0 +1,113 @@
+// State shared by the engine (runtime.cpp) and the primitives (primitives.cpp).
+#pragma once
+#include "ninferc_emulator_interface.h"
+
+namespace ninferc_emulator {
+
+using u8 = unsigned char;
+using u32 = unsigned;
+using u64 = unsigned long long;
+
+constexpr u32 stack_bytes = 128 * 1024;
+constexpr u8 poison_byte = 0xff;  // a NaN in every floating format, -1 as an integer
+constexpr u8 guard_byte = 0xfb;
+
+struct Block;
+struct Warp;
+
+struct Copy { u32 destination, bytes, valid, group; const void* source; };
+struct BulkCopy { u32 destination, bytes, barrier; const void* source; };
+struct MBarrier { u32 address, expected, pending, phase; long long bytes; };
+
+enum Operation { op_sync, op_shuffle, op_vote, op_match, op_mma, op_ldmatrix, op_stmatrix };
+
+// What a lane brings to a warp collective; lives on the lane's stack until the collective has run.
+struct Request {
+  Operation operation;
+  u32 kind, mask;
+  u32 value, argument, width, result;
+  const u32 *a, *b;
+  float* d;
+  u32* registers;
+};
+
+struct Fiber {
+  ninferc_emulator_thread_info info;  // first: the public pointer is also the fiber
+  void* context;
+  u8* stack;
+  Block* block;
+  Warp* warp;
+  Request* request;
+  const char* waits_for;
+  Copy* copies;
+  u32 copy_count, copy_room, group;
+  u32 barrier_result;
+  const char* wait_file;
+  int wait_line;
+  bool exited, waited;
+};
+
+struct Warp {
+  Fiber* fibers[32];
+  Block* block;
+  u32 index;
+  u32 ready, polling, waiting, exited;
+};
+
+struct NamedBarrier { u32 expected, arrived, predicates; u32 waiting[32]; };
+
+struct Block {
+  ninferc_emulator_dim3 index;
+  u32 slot, warp_count, running, ready_warps, grid_waits;
+  bool live;
+  Warp* warps;
+  Fiber* fibers;
+  u8 *stacks, *dynamic_pages, *dynamic_shared, *static_shared;
+  u32 dynamic_room;
+  NamedBarrier named[16];
+  BulkCopy* bulk;
+  u32 bulk_count, bulk_room;
+  MBarrier* mbarriers;
+  u32 mbarrier_count, mbarrier_room;
+};
+
+constexpr int region_writable = 1, region_constant = 2;
+struct Region { u64 begin, end; int argument, flags; };
+
+struct Engine {
+  void (*entry)(void**);
+  void** arguments;
+  Block** blocks;
+  Block* spare;
+  Block* current_block;
+  Warp* current_warp;
+  u32* order;
+  u32 resident, unfinished, next_block, block_total, block_threads, dynamic_bytes, static_bytes;
+  u8* static_shared;
+  u64 seed, random, clock;
+  int quantum;
+  u32 polling, idle_sweeps;
+  const Region* regions;
+  int region_count;
+  bool running, failed, require_grid_wait;
+  double limit_seconds;
+  char message[1200];
+};
+extern Engine engine;
+
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+[[noreturn]] void report_deadlock();
+void hand_over();
+void make_ready(Warp* warp, u32 lanes);
+void maybe_preempt(Fiber* self);
+void poll(Fiber* self);
+bool flush_bulk_copies();
+u32 draw(u32 bound);
+void describe_address(u64 address, char* text, unsigned long room);
+
+// The shared window as 32-bit addresses: static memory first, dynamic memory from the next multiple of 1024.
+constexpr u32 shared_window = 1024;
+inline u32 shared_dynamic_base() { return shared_window + (engine.static_bytes + 1023) / 1024 * 1024; }
+inline Fiber* current() { return reinterpret_cast<Fiber*>(ninferc_emulator_thread); }
+
+}  // namespace ninferc_emulator

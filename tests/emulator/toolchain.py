@@ -1,0 +1,161 @@
+"""Finding a host C++20 compiler and turning kernel sources into cached shared objects."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TEMPLATE_INCLUDE = ROOT / "templates" / "include"
+# Contraction, wrapping and type punning as CUDA compilers do them.  No unique symbols: function-local shared memory of
+# two kernels must never be merged by the loader.
+COMMON_FLAGS = ("-std=c++20", "-O2", "-g0", "-fPIC", "-w", "-march=native", "-ffp-contract=fast", "-fno-math-errno",
+                "-fno-strict-aliasing", "-fwrapv", "-fno-exceptions", "-fno-rtti")
+KERNEL_FLAGS = ("-fvisibility=hidden", "-fvisibility-inlines-hidden")
+
+
+class CompileError(Exception):
+    """The host compiler rejected a source; the message holds its first diagnostics."""
+
+
+@functools.cache
+def find_compiler() -> tuple[str, ...] | None:
+    """The command of a host C++20 compiler, or None when there is none.
+
+    NINFERC_EMULATOR_CXX overrides the search: g++, clang++, then the ziglang package.
+    """
+    override = os.environ.get("NINFERC_EMULATOR_CXX")
+    if override:
+        return tuple(override.split())
+    for name in ("g++", "clang++"):
+        path = shutil.which(name)
+        if path:
+            return (path,)
+    if importlib.util.find_spec("ziglang") is not None:
+        return (sys.executable, "-m", "ziglang", "c++")
+    return None
+
+
+def missing_reason() -> str | None:
+    """Why kernels cannot be emulated here (for pytest.skip), or None when they can."""
+    if os.name != "posix" or not sys.platform.startswith("linux"):
+        return "the kernel emulator needs Linux"
+    if platform.machine() not in ("x86_64", "aarch64"):
+        return f"the kernel emulator does not know this processor ({platform.machine()})"
+    if find_compiler() is None:
+        return "no host C++20 compiler: install g++ or clang++, or the ziglang package"
+    return None
+
+
+@functools.cache
+def _identity() -> str:
+    compiler = find_compiler()
+    if compiler is None:
+        raise CompileError(str(missing_reason()))
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    # Objects are built for the processor at hand.
+    return f"{compiler}|{version}|{platform.machine()}|{_processor()}"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    except OSError:
+        pass
+    return platform.processor()
+
+
+@functools.cache
+def cache_folder() -> Path:
+    """A private folder for compiled objects (NINFERC_EMULATOR_CACHE, else under the temporary folder)."""
+    chosen = os.environ.get("NINFERC_EMULATOR_CACHE")
+    folder = Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"ninferc-emulator-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise CompileError(f"emulator cache {folder} is not private to this user")
+    return folder
+
+
+def _digest(paths: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.encode() + b"\0")
+        digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
+    return digest.hexdigest()[:24]
+
+
+def _parse_dependencies(text: str) -> list[str]:
+    names = text.replace("\\\n", " ").split(":", 1)[1].replace("\\ ", "\0").split()
+    return sorted({name.replace("\0", " ") for name in names})
+
+
+def _run(command: Sequence[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        raise CompileError("the host compiler failed:\n" + "\n".join(lines[:40]))
+
+
+def build(source: str, flags: Sequence[str], include_dirs: Sequence[Path], links: Sequence[Path] = ()) -> Path:
+    """Compiles one source text into a shared object and returns its path.
+
+    The cache key is the text, the flags, the compiler and the content of every file the text included, so an edited
+    header rebuilds and nothing else does.
+    """
+    folder = cache_folder()
+    command = [*COMMON_FLAGS, *flags, *(f"-I{path}" for path in include_dirs)]
+    key = hashlib.sha256("\0".join([_identity(), source, *command, *map(str, links)]).encode()).hexdigest()[:32]
+    dependencies = folder / f"{key}.deps"
+    try:
+        paths = dependencies.read_text().splitlines()
+        existing = folder / f"{key}-{_digest(paths)}.so"
+        if existing.exists():
+            return existing
+    except OSError:
+        pass  # never built, or one of the headers has gone
+    compiler = find_compiler()
+    if compiler is None:
+        raise CompileError(str(missing_reason()))
+    extra = [] if "zig" in " ".join(compiler) or "clang" in compiler[0] else ["-fno-gnu-unique"]
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as name:
+        work = Path(name)
+        main = work / "kernel.cpp"
+        main.write_text(source)
+        output = work / "kernel.so"
+        depfile = work / "kernel.d"
+        _run([*compiler, *command, *extra, "-shared", "-MMD", "-MF", str(depfile), str(main), *map(str, links), "-o",
+              str(output)])
+        paths = [path for path in _parse_dependencies(depfile.read_text()) if not path.startswith(str(work))]
+        final = folder / f"{key}-{_digest(paths)}.so"
+        temporary = work / "deps"
+        temporary.write_text("\n".join(paths))
+        os.replace(output, final)
+        os.replace(temporary, dependencies)
+    return final
+
+
+@functools.cache
+def runtime_library() -> Path:
+    """The emulator's engine as a shared object."""
+    text = '#include "runtime.cpp"\n#include "primitives.cpp"\n'
+    return build(text, (), (HERE, HERE / "include"))
+
+
+def build_kernels(source: str, defines: Mapping[str, object], include_dirs: Sequence[Path], arch: int) -> Path:
+    """Compiles kernel source text; `arch` is the architecture number the headers see (900 for sm_90a)."""
+    flags = [*KERNEL_FLAGS, "-include", "ninferc_emulator.h", "-DNINFERC_EMULATOR=1", f"-DNINFERC_EMULATOR_ARCH={arch}"]
+    flags += [f"-D{name}={value}" for name, value in sorted(defines.items())]
+    return build(source, flags, (*include_dirs, TEMPLATE_INCLUDE, HERE / "include"), (runtime_library(),))
