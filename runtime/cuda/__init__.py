@@ -1,0 +1,1 @@
+"""The CUDA backend: devices, arenas, upload, graphs built node by node, eager launches."""

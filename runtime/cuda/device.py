@@ -1,0 +1,140 @@
+"""One device: context, stream, properties, memory."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from compiler.emit.arch import caps, native_arch
+from compiler.ir.op import Array
+from compiler.kernels.spec import DeviceCaps
+from runtime.cuda.driver import DeviceError, api, call, device_count
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What ``doctor`` and ``plan`` print of a device. Memory in bytes."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    sms: int
+    l2_bytes: int
+    smem_block: int
+    free: int
+    total: int
+    pci: str
+
+
+def _attribute(handle: Any, name: str) -> int:
+    driver = api()
+    attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(call(driver.cuDeviceGetAttribute(attribute, handle), f"device attribute {name}"))
+
+
+class Device:
+    """A device with its primary context and one non-blocking stream. All memory of a program is taken here."""
+
+    def __init__(self, index: int) -> None:
+        driver = api()
+        count = device_count()
+        if not 0 <= index < count:
+            raise DeviceError(f"device {index} does not exist; {count} device(s) are visible")
+        self.index = index
+        self.handle = call(driver.cuDeviceGet(index), f"device {index}")
+        self.context = call(driver.cuDevicePrimaryCtxRetain(self.handle), f"device {index}: context")
+        self.activate()
+        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value
+        self.stream = call(driver.cuStreamCreate(flags), f"device {index}: stream")
+        self._allocations: list[int] = []
+
+    def activate(self) -> None:
+        """Make this device's context current in the calling thread."""
+        call(api().cuCtxSetCurrent(self.context), f"device {self.index}: set context")
+
+    def info(self) -> DeviceInfo:
+        driver = api()
+        self.activate()
+        name = call(driver.cuDeviceGetName(128, self.handle), "device name")
+        free, total = call(driver.cuMemGetInfo(), f"device {self.index}: memory")
+        pci = call(driver.cuDeviceGetPCIBusId(32, self.handle), "device PCI id")
+        return DeviceInfo(
+            self.index,
+            bytes(name).split(b"\0")[0].decode(),
+            (_attribute(self.handle, "COMPUTE_CAPABILITY_MAJOR"), _attribute(self.handle, "COMPUTE_CAPABILITY_MINOR")),
+            _attribute(self.handle, "MULTIPROCESSOR_COUNT"),
+            _attribute(self.handle, "L2_CACHE_SIZE"),
+            _attribute(self.handle, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+            int(free),
+            int(total),
+            bytes(pci).split(b"\0")[0].decode(),
+        )
+
+    def caps(self) -> DeviceCaps:
+        """Capabilities for kernel choice, with the multiprocessors and L2 of this card."""
+        info = self.info()
+        return caps(native_arch(*info.capability), info.sms, info.l2_bytes)
+
+    def allocate(self, nbytes: int, what: str) -> int:
+        """Device memory, zeroed. Raises DeviceError naming what is needed and what is free."""
+        driver = api()
+        self.activate()
+        free, _ = call(driver.cuMemGetInfo(), f"device {self.index}: memory")
+        status, pointer = driver.cuMemAlloc(max(nbytes, 256))
+        if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise DeviceError(
+                f"device {self.index}: {what} needs {nbytes / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free; "
+                "lower --max-context or --max-concurrency"
+            )
+        address = int(call((status, pointer), f"device {self.index}: allocate {what}"))
+        self._allocations.append(address)
+        call(driver.cuMemsetD8Async(address, 0, max(nbytes, 256), self.stream), f"device {self.index}: clear {what}")
+        return address
+
+    def upload(self, address: int, data: Array) -> None:
+        """Copy host bytes to the device, ordered on the stream; returns when the host array may change."""
+        flat = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
+        self.activate()
+        call(api().cuMemcpyHtoDAsync(address, flat.ctypes.data, flat.nbytes, self.stream), "copy to the device")
+        self.synchronize()
+
+    def download(self, address: int, nbytes: int) -> Array:
+        """Bytes of device memory after everything queued on the stream."""
+        out = np.empty(nbytes, dtype=np.uint8)
+        self.activate()
+        call(api().cuMemcpyDtoHAsync(out.ctypes.data, address, nbytes, self.stream), "copy from the device")
+        self.synchronize()
+        return out
+
+    def synchronize(self) -> None:
+        self.activate()
+        call(api().cuStreamSynchronize(self.stream), f"device {self.index}")
+
+    def close(self) -> None:
+        """Release memory, stream and context; errors of a lost device are ignored here (it was reported before)."""
+        driver = api()
+        driver.cuCtxSetCurrent(self.context)
+        for address in self._allocations:
+            driver.cuMemFree(address)
+        self._allocations.clear()
+        driver.cuStreamDestroy(self.stream)
+        driver.cuDevicePrimaryCtxRelease(self.handle)
+
+
+class PinnedBuffer:
+    """Page-locked host memory that every device can read and write at the same address."""
+
+    def __init__(self, nbytes: int) -> None:
+        driver = api()
+        flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+        self.address = int(call(driver.cuMemHostAlloc(nbytes, flags), "page-locked host memory"))
+        self.nbytes = nbytes
+        raw = (ctypes.c_uint8 * nbytes).from_address(self.address)
+        self.array: Array = np.ctypeslib.as_array(raw)
+        self.array[:] = 0
+
+    def close(self) -> None:
+        api().cuMemFreeHost(self.address)

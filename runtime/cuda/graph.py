@@ -1,0 +1,89 @@
+"""Build a phase as one CUDA graph, node by node, and launch phases eagerly with the same kernels.
+
+The nodes of a rank form a chain: every kernel fills the device, so nothing is gained from branches, and a chain joins
+any two calls that share a range by a full-completion path. Where the device has programmatic edges, a node may start
+while its predecessor drains; each block waits (griddepcontrol.wait) before it touches what the predecessor wrote.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compiler.program.model import Phase
+from runtime.cuda.device import Device
+from runtime.cuda.driver import api, call
+from runtime.cuda.modules import Modules, PackedArgs, describe
+
+
+class GraphPhase:
+    """An instantiated graph of one phase."""
+
+    def __init__(self, phase: Phase, modules: Modules, args: list[PackedArgs], devices: list[Device],
+                 programmatic: bool) -> None:  # fmt: skip
+        driver = api()
+        devices[0].activate()
+        self._graph = call(driver.cuGraphCreate(0), f"graph {phase.name}")
+        last: dict[int, Any] = {}
+        for item, packed in zip(phase.calls, args, strict=True):
+            params = driver.CUDA_KERNEL_NODE_PARAMS()
+            params.kern = modules.kernels[item.entry]
+            params.ctx = devices[item.rank].context
+            params.gridDimX, params.gridDimY, params.gridDimZ = item.grid
+            params.blockDimX, params.blockDimY, params.blockDimZ = item.block, 1, 1
+            params.sharedMemBytes = item.smem
+            params.kernelParams = packed.address
+            node = call(driver.cuGraphAddKernelNode(self._graph, [], 0, params), describe(item))
+            if item.cluster != (1, 1, 1):
+                value = driver.CUkernelNodeAttrValue()
+                value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = item.cluster
+                attribute = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+                call(driver.cuGraphKernelNodeSetAttribute(node, attribute, value), describe(item))
+            if item.rank in last:
+                self._join(last[item.rank], node, programmatic and item.programmatic, describe(item))
+            last[item.rank] = node
+        self._exec = call(driver.cuGraphInstantiate(self._graph, 0), f"graph {phase.name}: instantiate")
+        self._name = phase.name
+
+    def _join(self, before: Any, after: Any, programmatic: bool, what: str) -> None:
+        driver = api()
+        edge = driver.CUgraphEdgeData()
+        if programmatic:
+            edge.from_port = driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+            edge.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC.value
+        call(driver.cuGraphAddDependencies(self._graph, [before], [after], [edge], 1), what)
+
+    def launch(self, device: Device) -> None:
+        call(api().cuGraphLaunch(self._exec, device.stream), f"graph {self._name}")
+
+    def close(self) -> None:
+        api().cuGraphExecDestroy(self._exec)
+        api().cuGraphDestroy(self._graph)
+
+
+class EagerPhase:
+    """The same calls as stream launches (``--no-cuda-graph``)."""
+
+    def __init__(self, phase: Phase, modules: Modules, args: list[PackedArgs], devices: list[Device]) -> None:
+        self._phase, self._modules, self._args, self._devices = phase, modules, args, devices
+
+    def launch(self, device: Device) -> None:
+        driver = api()
+        for item, packed in zip(self._phase.calls, self._args, strict=True):
+            target = self._devices[item.rank]
+            target.activate()
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = item.grid
+            config.blockDimX, config.blockDimY, config.blockDimZ = item.block, 1, 1
+            config.sharedMemBytes = item.smem
+            config.hStream = target.stream
+            config.numAttrs = 0
+            if item.cluster != (1, 1, 1):
+                attribute = driver.CUlaunchAttribute()
+                attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+                attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = item.cluster
+                config.attrs, config.numAttrs = [attribute], 1
+            kernel = driver.CUfunction(int(self._modules.kernels[item.entry]))
+            call(driver.cuLaunchKernelEx(config, kernel, packed.address, 0), describe(item))
+
+    def close(self) -> None:
+        return None
