@@ -74,6 +74,7 @@ class ControlLimits:
     vocab_rows: int
     vocab_ids: int
     kv_heads: int
+    rotary_pairs: int
     queue: int = 4096
 
     @property
@@ -114,6 +115,7 @@ def control_tables(limits: ControlLimits, rank: int = 0) -> dict[str, Value]:
         "pf_positions": (3, limits.chunk),
         "pf_work": (4,),
         "pf_work_count": (1,),
+        "inv_freq": (2, limits.rotary_pairs),
         "queue": (b, limits.queue),
         "page_table": (b, limits.pages_per_row),
     }

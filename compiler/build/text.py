@@ -184,10 +184,10 @@ class _PhaseBuilder:
         self.add(
             "attn_prepare",
             {"q": views["query"], "k": views["key"], "v": views["value"], "wq": self.weight(weights["query_norm"]),
-             "wk": self.weight(weights["key_norm"]), "positions": self.table("positions"),
+             "wk": self.weight(weights["key_norm"]), "inv_freq": self.shared("inv_freq"), "positions": self.table("positions"),
              **self.lane_tables("lane_ncols", "lane_len", "lane_page_row", "page_table")},
             {"qr": q}, {"kv": kv}, layer, eps=spec.eps, heads=spec.heads, kv_heads=spec.kv_heads, dim=spec.head_dim,
-            rotary=spec.rotary_dim, theta=spec.rope_theta, section_h=section[1], section_w=section[2],
+            rotary=spec.rotary_dim, section_h=section[1], section_w=section[2], mscale=1.0,
         )  # fmt: skip
         o = self.activation("o", width)
         self.add(
@@ -209,15 +209,16 @@ class _PhaseBuilder:
             for section in product.sections:
                 source = rows_of(product.source, section.offset, section.rows)
                 ab["wa" if section.parameter.endswith("a_projection") else "wb"] = self.weight(source)
-        self.add("gdn_gates", {"x": h, **ab, "a_log": self.weight(weights["a_log"]), "dt_bias": self.weight(weights["dt_bias"])},
-                 {"gates": gates}, None, layer)  # fmt: skip
+        ab |= {name: self.weight(weights[name]) for name in ("a_log", "dt_bias")}
+        self.add("gdn_gates", {"x": h, **ab}, {"gates": gates}, None, layer)
         channels, s, t = spec.conv_channels, limits.slots, limits.records
         tables = self.lane_tables("lane_ncols", "lane_len", "lane_slot", "slot_pending")
         y = self.activation("y", channels)
         conv_in = self._conv_inputs(views)
         self.add("conv", {**conv_in, "w": self.weight(weights["conv"]), **tables}, {"y": y},
                  {"window": self.state(f"window{layer}", (s, 3, channels), "bf16"),
-                  "record": self.state(f"record{layer}", (s, t, channels), "bf16")}, layer, phase=self.request.phase)  # fmt: skip
+                  "record": self.state(f"record{layer}", (s, t, channels), "bf16")},
+                 layer, phase=self.request.phase)  # fmt: skip
         o = self.activation("o", spec.value_heads * spec.value_dim)
         hk, hv, dk, dv = spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim
         self.add(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from artifacts.errors import ArtifactError
 from compiler.ir.types import WeightSource
 from compiler.model.spec import ModelError, ModelSpec
 
@@ -67,8 +68,8 @@ class Binding:
 def _matrix_views(artifact: ArtifactLike, name: str, rows: int, cols: int) -> Sequence[tuple[Any, int, int]]:
     try:
         views = artifact.parameter(name)
-    except KeyError as error:
-        raise ModelError(f"artifact has no parameter {name}") from error
+    except (KeyError, ArtifactError) as error:
+        raise ModelError(f"artifact has no parameter {name} ({error})") from error
     if not views:
         raise ModelError(f"artifact has no parameter {name}")
     total = 0
@@ -116,8 +117,8 @@ def vector(artifact: ArtifactLike, name: str, shape: tuple[int, ...], format_: s
     """A whole direct object of exactly ``shape`` and ``format_`` (BF16 or FP32). Raises ModelError."""
     try:
         views = artifact.parameter(name)
-    except KeyError as error:
-        raise ModelError(f"artifact has no parameter {name}") from error
+    except (KeyError, ArtifactError) as error:
+        raise ModelError(f"artifact has no parameter {name} ({error})") from error
     if len(views) != 1 or tuple(views[0][0].shape) != shape or views[0][0].format != format_:
         found = [(tuple(view[0].shape), view[0].format) for view in views]
         raise ModelError(f"parameter {name}: found {found}, one {format_} object of shape {shape} is needed")

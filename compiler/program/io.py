@@ -83,6 +83,7 @@ def to_json(program: Program) -> dict[str, Any]:
         "caps": asdict(program.caps),
         "artifact": asdict(program.artifact),
         "tp": program.tp,
+        "constants": program.constants,
         "options": program.options,
         "values": {name: _value_json(v) for name, v in program.values.items()},
         "placements": {name: _place_json(p) for name, p in program.placements.items()},
@@ -241,6 +242,7 @@ def load(folder: Path) -> Program:
             regions=data["regions"],
             phases=phases,
             kernels=kernels,
+            constants={name: [int(w) for w in words] for name, words in data["constants"].items()},
             options=data["options"],
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, IRError) as error:

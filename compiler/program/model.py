@@ -124,6 +124,7 @@ class Program:
     regions: list[dict[str, int]]
     phases: dict[str, Phase]
     kernels: dict[str, KernelImage]
+    constants: dict[str, list[int]] = field(default_factory=dict)  # table name -> its i32 words at load time
     options: dict[str, Any] = field(default_factory=dict)
 
     def placement(self, phase: Phase, value: str) -> Placement:

@@ -46,6 +46,10 @@ class CudaBackend:
             self.egress = self._host[EGRESS].array.view(np.int32)
             self._modules = Modules(program.kernels, self.devices)
             self._upload(weights, progress)
+            for name, words in program.constants.items():
+                place = program.placements[name]
+                self.devices[place.rank].upload(self._regions[place.rank][place.region] + place.offset,
+                                                np.array(words, dtype=np.int64).astype(np.int32))  # fmt: skip
             for device in self.devices:
                 device.synchronize()
             self._args: list[PackedArgs] = []

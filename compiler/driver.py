@@ -1,0 +1,226 @@
+"""Compile an artifact to a program: model → graphs → passes → sources → cubins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import compiler.ops  # noqa: F401  registers every op kind
+from artifacts.errors import ArtifactError
+from compiler.build import PhaseRequest, TextBuilder
+from compiler.control import MAX_CONTEXT, PAGE, ControlLimits, control_tables, table_offsets
+from compiler.emit.cache import Job, compile_all
+from compiler.emit.render import render
+from compiler.ir.graph import check
+from compiler.ir.types import Kind
+from compiler.kernels.spec import DeviceCaps, KernelSpec
+from compiler.model import ModelError, ModelSpec, bind, spec_from_config
+from compiler.ops.attn_prepare import frequency_table, native_frequencies
+from compiler.passes.memory import align
+from compiler.passes.schedule import Scheduler
+from compiler.passes.select import select
+from compiler.program.model import (
+    CONTROL,
+    EGRESS,
+    RING,
+    STATE,
+    WEIGHTS,
+    WORK,
+    ArtifactIdentity,
+    KernelImage,
+    Phase,
+    Placement,
+    Program,
+)
+
+REGISTERED_IDS = 248077  # ids that the tokenizers of the registered models can produce (spec/frontend.md §1)
+MAX_TOKENIZER = 64 << 20
+SCORE_LOGITS = 128 << 20  # bytes of the scoring phase's logits buffer, at most
+
+
+class CompileOptionError(ValueError):
+    """A compile option is outside what the model or the compiler allows; names the option and the range."""
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What a user chooses. ``pairs`` are the (lanes, columns) of the decode graphs."""
+
+    max_context: int = 2048
+    max_concurrency: int = 1
+    prefill_chunk: int = 1024
+    pairs: tuple[tuple[int, int], ...] = ()
+    kv_capacity: int | None = None
+    score: bool = True
+    test_chunks: bool = False  # allow chunks of 16 and 64 (tests)
+
+    def decode_pairs(self) -> list[tuple[int, int]]:
+        """Decode graphs to build: those asked for, else 1×1, 1×32 (short prompts) and max_concurrency×1."""
+        pairs = set(self.pairs) or {(1, 1), (1, 32)}
+        pairs |= {(1, 1), (self.max_concurrency, 1)}
+        return sorted(pairs)
+
+
+class ArtifactSource(Protocol):
+    """The part of ``artifacts.Artifact`` that compiling needs."""
+
+    version: int
+    directory_digest: str
+    file_bytes: int
+    directory_bytes: int
+    identity: Any
+    model: Any
+
+    def text_config(self) -> dict[str, Any]: ...
+    def parameter(self, name: str) -> Any: ...
+    def object_index(self, name: str) -> int: ...
+
+
+def vocabulary_ids(artifact: ArtifactSource, rows: int) -> int:
+    """Size of the sampling domain: ids the artifact's tokenizer can produce; ``rows`` when it has none.
+
+    Raises ModelError for a tokenizer that is not valid JSON or has ids outside the embedding.
+    """
+    if getattr(artifact.model, "registered", None) is not None:
+        return REGISTERED_IDS
+    raw = artifact.model.frontend("tokenizer.json")
+    if raw is None:
+        return rows
+    if len(raw) > MAX_TOKENIZER:
+        raise ModelError(f"tokenizer.json has {len(raw)} bytes; at most {MAX_TOKENIZER} are allowed")
+    try:
+        data = json.loads(raw)
+        ids = [*data["model"]["vocab"].values(), *(token["id"] for token in data.get("added_tokens", []))]
+        config = artifact.model.frontend("tokenizer_config.json")
+        if config is not None and len(config) <= MAX_TOKENIZER:
+            ids += [int(key) for key in json.loads(config).get("added_tokens_decoder", {})]
+        top = max(ids)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"tokenizer.json has no usable vocabulary ({type(error).__name__}: {error})") from error
+    if isinstance(top, bool) or not isinstance(top, int) or not 0 <= min(ids) <= top < rows:
+        raise ModelError(f"tokenizer.json has ids up to {top!r}; the embedding has {rows} rows")
+    return top + 1
+
+
+def model_of(artifact: ArtifactSource) -> ModelSpec:
+    """ModelSpec of an artifact. Raises ModelError."""
+    try:
+        config = artifact.text_config()
+        rows = spec_from_config(config).vocab_rows
+        return spec_from_config(config, vocabulary_ids(artifact, rows))
+    except ArtifactError as error:
+        raise ModelError(str(error)) from error
+
+
+def limits_of(spec: ModelSpec, options: CompileOptions) -> ControlLimits:
+    """Check the options against the model and fix the extents of the control block. Raises CompileOptionError."""
+    if not 1 <= options.max_context <= min(spec.max_position, MAX_CONTEXT):
+        raise CompileOptionError(f"--max-context {options.max_context}: 1…{min(spec.max_position, MAX_CONTEXT)} is allowed")
+    if not 1 <= options.max_concurrency <= 64:
+        raise CompileOptionError(f"--max-concurrency {options.max_concurrency}: 1…64 is allowed")
+    chunk = options.prefill_chunk
+    if not (chunk % 128 == 0 or (options.test_chunks and chunk in (16, 64))) or not 1 <= chunk <= 16384:
+        raise CompileOptionError(f"--prefill-chunk {chunk}: a multiple of 128 up to 16384 is needed")
+    pairs = options.decode_pairs()
+    for lanes, width in pairs:
+        if not 1 <= lanes <= options.max_concurrency or not 1 <= width or lanes * width > 64:
+            raise CompileOptionError(
+                f"--pairs {lanes}x{width}: 1…{options.max_concurrency} lanes and at most 64 columns in all are allowed"
+            )
+    per_lane = -(-options.max_context // PAGE)
+    pages = options.max_concurrency * per_lane
+    if options.kv_capacity is not None:
+        if options.kv_capacity < options.max_context:
+            raise CompileOptionError(f"--kv-capacity {options.kv_capacity}: at least --max-context {options.max_context}")
+        pages = min(pages, max(-(-options.kv_capacity // PAGE), options.max_concurrency))
+    return ControlLimits(
+        lanes=options.max_concurrency,
+        slots=options.max_concurrency,
+        max_context=options.max_context,
+        pages=pages,
+        chunk=chunk,
+        records=max(width for _, width in pairs),
+        vocab_rows=spec.vocab_rows,
+        vocab_ids=spec.vocab_ids,
+        kv_heads=spec.kv_heads,
+        rotary_pairs=spec.rotary_dim // 2,
+    )
+
+
+def phase_requests(spec: ModelSpec, options: CompileOptions) -> list[PhaseRequest]:
+    """The graphs of a program: decode pairs, one prefill chunk, and scoring (all-column head)."""
+    requests = [PhaseRequest(f"decode{b}x{t}", "decode", b, t) for b, t in options.decode_pairs()]
+    requests.append(PhaseRequest("prefill", "prefill", 1, options.prefill_chunk))
+    if options.score:
+        fits = max(SCORE_LOGITS // (2 * spec.vocab_rows) // 128 * 128, 128)
+        width = min(options.prefill_chunk, fits)
+        requests.append(PhaseRequest("score", "prefill", 1, width, all_columns=True, sample=False))
+    return requests
+
+
+def place_shared(builder: TextBuilder) -> tuple[dict[str, Placement], list[dict[str, int]]]:
+    """Placements of weights, states, tables and rings; region sizes per rank (WORK is added later)."""
+    table_at, words = table_offsets(control_tables(builder.limits))
+    placements: dict[str, Placement] = {}
+    sizes: dict[int, dict[str, int]] = {}
+    for name, value in builder.shared.items():
+        size = sizes.setdefault(value.rank, {region: 0 for region in (WEIGHTS, CONTROL, STATE, WORK, RING, EGRESS)})
+        base = name.partition("@")[0]
+        if base == "block":
+            placements[name] = Placement(CONTROL, 0, 4 * words, value.rank)
+            size[CONTROL] = align(4 * words)
+        elif base in table_at:
+            placements[name] = Placement(CONTROL, 4 * table_at[base], value.nbytes, value.rank)
+        elif base in ("ring", "egress"):
+            placements[name] = Placement(RING if base == "ring" else EGRESS, 0, value.nbytes, value.rank)
+            size[RING if base == "ring" else EGRESS] = value.nbytes
+        else:
+            region = WEIGHTS if value.kind is Kind.WEIGHT else STATE
+            placements[name] = Placement(region, size[region], value.nbytes, value.rank)
+            size[region] += align(value.nbytes)
+    return placements, [sizes[rank] for rank in sorted(sizes)]
+
+
+Progress = Callable[[int, int, str], None]
+
+
+def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: CompileOptions, *, cache: Path | None = None,
+                    workers: int | None = None, progress: Progress | None = None) -> Program:  # fmt: skip
+    """Compile ``artifact`` for ``caps``.
+
+    Raises ModelError, CompileOptionError, IRError, CompileError (NVRTC), CacheError. Only the artifact's directory and
+    small resources are read, never the weights.
+    """
+    spec = model_of(artifact)
+    limits = limits_of(spec, options)
+    builder = TextBuilder(spec, bind(artifact, spec), limits)
+    graphs = [check(builder.build(request)) for request in phase_requests(spec, options)]
+    placements, regions = place_shared(builder)
+    phases: dict[str, Phase] = {}
+    specs: dict[str, KernelSpec] = {}
+    for graph in graphs:
+        groups = select(graph, caps)
+        for group in groups:
+            known = specs.setdefault(group.spec.entry, group.spec)
+            if (known.template, dict(known.params)) != (group.spec.template, dict(group.spec.params)):
+                raise CompileOptionError(f"kernel name {group.spec.entry} stands for two different instantiations")
+            if group.spec.smem > known.smem:
+                specs[group.spec.entry] = group.spec
+        phase, work = Scheduler(graph, groups, placements, caps.programmatic_edges).run()
+        phases[graph.name] = phase
+        for rank, size in enumerate(work):
+            regions[rank][WORK] = max(regions[rank][WORK], size)
+    sources = {entry: render(item.template, entry, item.params) for entry, item in specs.items()}
+    cubins = compile_all([Job(entry, source, caps.arch) for entry, source in sources.items()], cache, workers, progress)
+    kernels = {
+        entry: KernelImage(specs[entry], sources[entry], cubins[entry].image, cubins[entry].resources) for entry in specs
+    }
+    identity = ArtifactIdentity(artifact.directory_digest, artifact.file_bytes, artifact.directory_bytes, artifact.version,
+                                artifact.identity.model_id, artifact.identity.weights_id or "")  # fmt: skip
+    frequencies = frequency_table(native_frequencies(spec.rope_theta, spec.rotary_dim))
+    constants = {"inv_freq": [int(word) for word in frequencies.reshape(-1)]}
+    return Program(spec, limits, caps, identity, 1, dict(builder.shared), placements, regions, phases, kernels,
+                   constants, asdict(options))  # fmt: skip
