@@ -1,0 +1,109 @@
+// Packed codes to bf16 pairs for matrix instructions, with few instructions per weight and no rounding at all.
+//
+// Each function turns the codes of eight consecutive columns of one row into four packed pairs.  Which two columns share
+// register r is the format's column order, chosen so that unpacking costs least:
+//
+//   nibble formats   (0,4) (1,5) (2,6) (3,7)
+//   byte formats     (0,2) (1,3) (4,6) (5,7)
+//   bf16             (0,1) (2,3) (4,5) (6,7)
+//
+// A product does not care about the order as long as both operands have the same: order_columns<format> brings eight
+// activations into it.  Integer codes come out as exact small integers (scales belong on sums), e4m3 codes as their exact
+// value, nvfp4 codes times their group scale as an exact bf16 (E2M1 x E4M3 has at most 6 significant bits), times 2^-7.
+#pragma once
+#include <ninferc/base/types.cuh>
+#include <ninferc/base/vec.cuh>
+#include <ninferc/codec/format.cuh>
+
+namespace ninferc {
+
+namespace codec {
+NINFERC_DEVICE u32 and_xor(u32 a, u32 b, u32 c) { return lop3<0x6a>(a, b, c); }  // (a & b) ^ c
+NINFERC_DEVICE u32 and_or(u32 a, u32 b, u32 c) { return lop3<0xea>(a, b, c); }   // (a & b) | c
+}  // namespace codec
+
+// Integers ride in the mantissa of 128 = 0x4300: 128 + u.  Flipping the sign bit of a two's complement code adds half its
+// range, so the constant to take off is 128 + half, which is also a bf16 (0x4308, 0x4310, 0x4320).
+
+// codes: 8 nibbles.
+NINFERC_DEVICE void unpack_q4(u32 codes, u32 (&out)[4]) {
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) out[i] = hadd2_bf16(codec::and_xor(codes >> (4 * i), 0x000f000fu, 0x43084308u), 0xc308c308u);
+}
+
+// high: the 8 bits of the high plane, column j in bit j; bits above are ignored.
+NINFERC_DEVICE void unpack_q5(u32 codes, u32 high, u32 (&out)[4]) {
+  const u32 spread = (high & 0xffu) * 0x1001u;  // column i in bit i, column i + 4 in bit 16 + i
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 low = codec::and_xor(codes >> (4 * i), 0x000f000fu, 0x43104310u);
+    out[i] = hadd2_bf16(codec::and_xor(spread << (4 - i), 0x00100010u, low), 0xc310c310u);
+  }
+}
+
+// high: the 16 bits of the high plane, column j in bits 2j and 2j + 1, in bytes `byte` and `byte + 1` of the word.
+template <u32 byte = 0>
+NINFERC_DEVICE void unpack_q6(u32 codes, u32 high, u32 (&out)[4]) {
+  const u32 spread = prmt(high, 0, 0x4040u | byte | (byte + 1) << 8);  // columns 0..3 in byte 0, 4..7 in byte 2
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 low = codec::and_xor(codes >> (4 * i), 0x000f000fu, 0x43204320u);
+    const u32 top = i < 2 ? spread << (4 - 2 * i) : spread >> (2 * i - 4);
+    out[i] = hadd2_bf16(codec::and_xor(top, 0x00300030u, low), 0xc320c320u);
+  }
+}
+
+// Two words of four bytes.  Seven bits ride in the mantissa of 128; the sign bit turns the 128 to take off into 256.
+NINFERC_DEVICE void unpack_w8(u32 first, u32 second, u32 (&out)[4]) {
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 bytes = (i < 2 ? first : second) >> (8 * (i % 2));
+    out[i] = hadd2_bf16(codec::and_xor(bytes, 0x007f007fu, 0x43004300u), codec::and_xor(bytes, 0x00800080u, 0xc300c300u));
+  }
+}
+
+// Two words of four e4m3 codes.  Their exponent and mantissa fields, moved to those of bf16, read as value * 2^-120.
+NINFERC_DEVICE void unpack_fp8(u32 first, u32 second, u32 (&out)[4]) {
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 word = i < 2 ? first : second;
+    const u32 sign = i % 2 ? word : word << 8;
+    const u32 magnitude = (i % 2 ? word >> 4 : word << 4) & 0x07f007f0u;
+    out[i] = hmul2_bf16(codec::and_or(sign, 0x80008000u, magnitude), 0x7b807b80u);
+  }
+}
+
+// Two e4m3 group scales (low byte first, no sign) as two packed pairs scale * 2^119, each in both halves.
+NINFERC_DEVICE void unpack_nvfp4_scales(u32 scales, u32& first, u32& second) {
+  const u32 moved = prmt(scales, 0, 0x1404) >> 4;                            // scale * 2^-120, one in each half
+  const u32 both = hmul2_bf16(hmul2_bf16(moved, 0x7b807b80u), 0x7b007b00u);  // no single bf16 factor is 2^239
+  first = prmt(both, both, 0x1010);
+  second = prmt(both, both, 0x3232);
+}
+
+// 8 E2M1 codes; `scale` as unpack_nvfp4_scales gives it.  The three magnitude bits, moved to bits 8..6 of bf16, read as
+// value * 2^-126 (subnormal included).  Multiplying an isolated nibble copies it to both places that sign and magnitude
+// need, so that one mask finishes the pair.
+NINFERC_DEVICE void unpack_nvfp4(u32 codes, u32 scale, u32 (&out)[4]) {
+  const u32 upper = codes >> 8;
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 nibbles = (i < 2 ? codes : upper) & (i % 2 ? 0x00f000f0u : 0x000f000fu);
+    const u32 moved = nibbles * (i % 2 ? 0x0104u : 0x1040u);
+    out[i] = hmul2_bf16(moved & 0x81c081c0u, scale);
+  }
+}
+
+// Eight activations in natural order, brought into the column order of the format.
+template <Format format>
+NINFERC_DEVICE u32x4 order_columns(u32x4 x) {
+  if constexpr (format == Format::bf16) {
+    return x;
+  } else if constexpr (FormatTraits<format>::nibbles) {
+    return u32x4{prmt(x.x, x.z, 0x5410), prmt(x.x, x.z, 0x7632), prmt(x.y, x.w, 0x5410), prmt(x.y, x.w, 0x7632)};
+  } else {
+    return u32x4{prmt(x.x, x.y, 0x5410), prmt(x.x, x.y, 0x7632), prmt(x.z, x.w, 0x5410), prmt(x.z, x.w, 0x7632)};
+  }
+}
+
+}  // namespace ninferc
