@@ -60,8 +60,8 @@ def parse_directory(raw: Buffer, version: int, payload_bytes: int) -> DirectoryV
             identity = _identity(cursor, version)
         elif member == "objects":
             objects = []
-            for index in cursor.elements("objects", MAX_OBJECTS):
-                objects.append(_object(cursor.record(f"object {index}"), index, version))
+            for index, record in enumerate(cursor.record_array("objects", MAX_OBJECTS)):
+                objects.append(_object(record, index, version))
         else:
             allowed = f"{identity_member}, objects"
             raise DirectoryError(f"root: unknown member {quoted(member)}; version {version} has {allowed}")

@@ -4,6 +4,7 @@ Reader limits beyond the format: 131,072 records in all (objects, bindings and t
 auxiliaries, components and their resources), of which at most 32,768 objects and 4,096 files.
 """
 
+import gc
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ POLICIES = ("A16Only", "AllowA8", "AllowA4")
 ROOT_MEMBERS = ("files", "objects", "components", "bindings", "uses", "metadata", "provenance")
 TENSOR_MEMBERS = frozenset(("id", "kind", "shape", "format", "layout", "offset", "bytes"))
 RESOURCE_MEMBERS = frozenset(("id", "kind", "encoding", "offset", "bytes"))
+USE_MEMBERS, USE_OPTIONAL = frozenset(("parameter", "input")), frozenset(("activation_policy", "auxiliaries"))
+PART_MEMBERS = {"object", "range"}
 NONE: frozenset[str] = frozenset()
 
 
@@ -108,6 +111,10 @@ class _Reader:
             raise DirectoryError(f"JSON directory holds more than {MAX_RECORDS} records")
 
     def shared(self, value: Any, what: str) -> str:
+        if type(value) is str:
+            known = self.names.get(value)
+            if known is not None:
+                return known
         name = identifier(value, what, forbid_nul=True)
         return self.names.setdefault(name, name)
 
@@ -125,9 +132,8 @@ class _Reader:
 
     def _files(self) -> list[FilePart]:
         files: list[FilePart] = []
-        for index in self.cursor.elements("files", MAX_FILES):
+        for index, record in enumerate(self.cursor.record_array("files", MAX_FILES)):
             what = f"file {index}"
-            record = self.cursor.record(what)
             require_members(record, frozenset(("path", "payload_bytes")), NONE, what)
             path = record["path"]
             if index == 0:
@@ -142,9 +148,9 @@ class _Reader:
 
     def _objects(self) -> list[StoredObject]:
         objects: list[StoredObject] = []
-        for index in self.cursor.elements("objects", MAX_OBJECTS):
+        for index, record in enumerate(self.cursor.record_array("objects", MAX_OBJECTS)):
             self.count()
-            objects.append(self._object(self.cursor.record(f"object {index}"), f"object {index}"))
+            objects.append(self._object(record, f"object {index}"))
         return objects
 
     def _object(self, record: dict[str, Any], what: str) -> StoredObject:
@@ -202,72 +208,73 @@ class _Reader:
 
     def _bindings(self) -> dict[str, Binding]:
         bindings: dict[str, Binding] = {}
-        for name in self.cursor.members("bindings", MAX_RECORDS):
-            self.count()
-            identifier(name, "binding", forbid_nul=True)
-            bindings[name] = self._binding(f"binding {quoted(name)}")
+        for name, record in self.cursor.record_members("bindings", MAX_RECORDS):
+            try:
+                self.count()
+                key = self.shared(name, "name")
+                bindings[key] = self._long_binding() if record is None else self._binding(record)
+            except DirectoryError as error:
+                raise DirectoryError(f"binding {quoted(name)}: {error}") from None
         return bindings
 
-    def _binding(self, what: str) -> Binding:
-        record = self.cursor.short_record(what)
-        if record is None:  # long: a parameter of many parts
-            parts: list[Part] = []
-            for member in self.cursor.members(what, limit=1):
-                if member != "parts":
-                    raise DirectoryError(f"{what}: unknown member {quoted(member)}; allowed: object, or parts")
-                for index in self.cursor.elements(f"{what} parts", MAX_RECORDS):
-                    self.count()
-                    parts.append(self._part(self.cursor.record(f"{what} part {index}"), what))
-            return Binding(tuple(parts), False)
-        return self._short_binding(record, what)
+    def _long_binding(self) -> Binding:
+        """A binding too long for one record: a parameter of many parts, read part by part."""
+        parts: list[Part] = []
+        for member in self.cursor.members("binding", limit=1):
+            if member != "parts":
+                raise DirectoryError(f"unknown member {quoted(member)}; allowed: object, or parts")
+            for record in self.cursor.record_array("parts", MAX_RECORDS):
+                self.count()
+                parts.append(self._part(record))
+        return Binding(tuple(parts), False)
 
-    def _short_binding(self, record: Any, what: str) -> Binding:
-        if type(record) is not dict or len(record) != 1 or not record.keys() <= {"object", "parts"}:
-            raise DirectoryError(f"{what}: exactly one member is required, object or parts")
+    def _binding(self, record: Any) -> Binding:
+        if type(record) is not dict or len(record) != 1:
+            raise DirectoryError("exactly one member is required, object or parts")
+        parts = record.get("parts")
+        if type(parts) is list:
+            self.count(1 + len(parts))
+            return Binding(tuple([self._part(part) for part in parts]), False)
+        if "object" not in record:
+            raise DirectoryError("one member is required: object, or parts as a nonempty array")
         self.count()
-        if "object" in record:
-            return Binding((Part(self.shared(record["object"], f"{what} object"), 0, 0),), True)
-        parts = record["parts"]
-        if type(parts) is not list or not parts:
-            raise DirectoryError(f"{what}: parts must be a nonempty array")
-        self.count(len(parts))
-        return Binding(tuple(self._part(part, what) for part in parts), False)
+        return Binding((Part(self.shared(record["object"], "object"), 0, 0),), True)
 
-    def _part(self, record: Any, what: str) -> Part:
-        if type(record) is not dict:
-            raise DirectoryError(f"{what}: each part must be an object, found {quoted(record)}")
-        require_members(record, frozenset(("object", "range")), NONE, f"{what} part")
+    def _part(self, record: Any) -> Part:
+        if type(record) is not dict or record.keys() != PART_MEMBERS:
+            raise DirectoryError(f"each part must have exactly the members object and range, found {quoted(record)}")
         span = record["range"]
         if type(span) is not list or len(span) != 2:
-            raise DirectoryError(f"{what}: range must be two integers, found {quoted(span)}")
-        return Part(
-            self.shared(record["object"], f"{what} object"),
-            integer(span[0], 0, f"{what} range"),
-            integer(span[1], 0, f"{what} range"),
-        )
+            raise DirectoryError(f"range must be two integers, found {quoted(span)}")
+        begin, end = span
+        if type(begin) is not int or type(end) is not int or not 0 <= begin < end < U64_LIMIT:
+            raise DirectoryError(f"range must be two ascending integers below 2^64, found {quoted(span)}")
+        return Part(self.shared(record["object"], "object"), begin, end)
 
     def _uses(self) -> list[Use]:
         uses: list[Use] = []
-        required, optional = frozenset(("parameter", "input")), frozenset(("activation_policy", "auxiliaries"))
-        for index in self.cursor.elements("uses", MAX_RECORDS):
+        for index, record in enumerate(self.cursor.record_array("uses", MAX_RECORDS)):
             self.count()
-            what = f"use {index}"
-            record = self.cursor.record(what)
-            require_members(record, required, optional, what)
-            parameter = self.shared(record["parameter"], f"{what} parameter")
-            position = self.shared(record["input"], f"{what} input")
-            policy = record.get("activation_policy", "A16Only")
-            if policy not in POLICIES:
-                raise DirectoryError(f"{what}: policy {quoted(policy)} is not one of {', '.join(POLICIES)}")
-            auxiliaries = record.get("auxiliaries", {})
-            if type(auxiliaries) is not dict:
-                raise DirectoryError(f"{what}: auxiliaries must be an object")
-            bound = {
-                self.shared(role, f"{what} auxiliary"): self._short_binding(value, f"{what} auxiliary {quoted(role)}")
-                for role, value in auxiliaries.items()
-            }
-            uses.append(Use(parameter, position, POLICIES[POLICIES.index(policy)], bound))
+            try:
+                uses.append(self._use(record))
+            except DirectoryError as error:
+                raise DirectoryError(f"use {index}: {error}") from None
         return uses
+
+    def _use(self, record: dict[str, Any]) -> Use:
+        require_members(record, USE_MEMBERS, USE_OPTIONAL, "use")
+        policy = record.get("activation_policy", "A16Only")
+        if policy not in POLICIES:
+            raise DirectoryError(f"policy {quoted(policy)} is not one of {', '.join(POLICIES)}")
+        auxiliaries = record.get("auxiliaries", {})
+        if type(auxiliaries) is not dict:
+            raise DirectoryError("auxiliaries must be an object")
+        return Use(
+            self.shared(record["parameter"], "parameter"),
+            self.shared(record["input"], "input"),
+            POLICIES[POLICIES.index(policy)],
+            {self.shared(role, "auxiliary role"): self._binding(value) for role, value in auxiliaries.items()},
+        )
 
     def _metadata(self) -> dict[str, Any]:
         value = self._open_object("metadata")
@@ -326,8 +333,14 @@ def parse_directory(raw: Buffer, entry_name: str) -> DirectoryV3:
 
     Errors: DirectoryError, GeometryError. Object storage problems are recorded in the objects, not raised.
     """
-    directory = _Reader(raw).read()
-    check_references(directory, entry_name)
+    collecting = gc.isenabled()
+    gc.disable()  # the tables hold no cycles; the collector would only walk them again and again as they grow
+    try:
+        directory = _Reader(raw).read()
+        check_references(directory, entry_name)
+    finally:
+        if collecting:
+            gc.enable()
     return directory
 
 
@@ -344,18 +357,25 @@ def check_references(directory: DirectoryV3, entry_name: str) -> None:
         for role, reference in component.resources.items():
             if reference not in resources:
                 raise DirectoryError(f"{what}: resource {quoted(role)}: {quoted(reference)} is not a resource object")
+    sizes = {name: elements(tensor) for name, tensor in tensors.items()}
     for name, binding in directory.bindings.items():
-        directory.bindings[name] = _resolve(binding, tensors, f"binding {quoted(name)}")
+        try:
+            directory.bindings[name] = _resolve(binding, sizes)
+        except DirectoryError as error:
+            raise DirectoryError(f"binding {quoted(name)}: {error}") from None
     seen: set[tuple[str, str]] = set()
     for index, use in enumerate(directory.uses):
-        what = f"use {index}"
         if use.parameter not in directory.bindings:
-            raise DirectoryError(f"{what}: parameter {quoted(use.parameter)} has no binding")
-        if (use.parameter, use.input) in seen:
-            raise DirectoryError(f"{what}: parameter {quoted(use.parameter)} and input {quoted(use.input)} occur twice")
-        seen.add((use.parameter, use.input))
+            raise DirectoryError(f"use {index}: parameter {quoted(use.parameter)} has no binding")
+        key = (use.parameter, use.input)
+        if key in seen:
+            raise DirectoryError(f"use {index}: parameter {quoted(key[0])} and input {quoted(key[1])} occur twice")
+        seen.add(key)
         for role, binding in use.auxiliaries.items():
-            use.auxiliaries[role] = _resolve(binding, tensors, f"{what} auxiliary {quoted(role)}")
+            try:
+                use.auxiliaries[role] = _resolve(binding, sizes)
+            except DirectoryError as error:
+                raise DirectoryError(f"use {index}: auxiliary {quoted(role)}: {error}") from None
 
 
 def _check_files(files: list[FilePart], entry_name: str) -> None:
@@ -392,23 +412,22 @@ def _check_objects(objects: list[StoredObject], payload_bytes: int) -> tuple[dic
     return tensors, resources
 
 
-def _resolve(binding: Binding, tensors: dict[str, TensorObject], what: str) -> Binding:
+def _resolve(binding: Binding, sizes: dict[str, int]) -> Binding:
+    """Check a binding against the element counts of the tensors; a whole-object binding gets its range."""
     if not binding.parts:
-        raise DirectoryError(f"{what}: parts must be a nonempty array")
+        raise DirectoryError("parts must be a nonempty array")
     total = 0
     for part in binding.parts:
-        tensor = tensors.get(part.object)
-        if tensor is None:
-            raise DirectoryError(f"{what}: {quoted(part.object)} is not a tensor object")
-        size = elements(tensor)
+        size = sizes.get(part.object)
+        if size is None:
+            raise DirectoryError(f"{quoted(part.object)} is not a tensor object")
         if binding.whole:
             return Binding((Part(part.object, 0, size),), True)
-        if not part.begin < part.end <= size:
-            span = f"[{part.begin}, {part.end})"
-            raise DirectoryError(f"{what}: range {span} is empty or leaves the {size} elements of its object")
+        if part.end > size:
+            raise DirectoryError(f"range [{part.begin}, {part.end}) leaves the {size} elements of its object")
         total += part.end - part.begin
     if total >= U64_LIMIT:
-        raise DirectoryError(f"{what}: the parts cover more than 2^64-1 elements")
+        raise DirectoryError("the parts cover more than 2^64-1 elements")
     return binding
 
 

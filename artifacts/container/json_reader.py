@@ -2,7 +2,8 @@
 
 `json.loads` turns eight hostile megabytes of `[[],[],…` into hundreds of megabytes of Python objects before any rule
 is looked at. This reader walks the document once: the caller says what it expects, converts each record to its compact
-form and drops it. Records go through the C scanner in slices of bounded length, open values through a budgeted parser.
+form and drops it. Tables of records go through the C scanner in batches of bounded length, everything else through a
+budgeted parser.
 
 Limits (policy, not part of the format; the largest published directory, 8.0 MB with 98,550 records, fits):
 directory 8 MiB; decoded text 16 MiB; open values 32,768 in all; values in one record 4,096; nesting 64.
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator
 from json.decoder import scanstring  # type: ignore[attr-defined]  # the C string scanner of the standard library
 from typing import Any
 
+import numpy as np
+
 from artifacts.errors import DirectoryError, quoted
 
 MAX_DIRECTORY_BYTES = 8 << 20
@@ -22,7 +25,7 @@ MAX_DECODED_BYTES = 16 << 20
 MAX_OPEN_VALUES = 32768
 MAX_DEPTH = 64
 MAX_RECORD_VALUES = 4096
-RECORD_SLICE = 2048  # characters handed to the C scanner at once: bounds what one record can allocate
+RECORD_SLICE, BATCH_SLICE = 2048, 16384  # characters handed to the C scanner at once: bounds what it can allocate
 
 Buffer = bytes | memoryview
 
@@ -41,7 +44,8 @@ def decode_text(raw: Buffer) -> str:
         raise DirectoryError(f"JSON directory is {len(raw)} bytes; at most {MAX_DIRECTORY_BYTES} are allowed")
     if bytes(raw[:3]) == b"\xef\xbb\xbf":
         raise DirectoryError("JSON directory starts with a byte order mark; plain UTF-8 is required")
-    width = 4 if re.search(rb"[\xf0-\xff]", raw) else 2 if re.search(rb"[\xc4-\xef]", raw) else 1
+    widest = int(np.frombuffer(raw, np.uint8).max(initial=0))
+    width = 4 if widest >= 0xF0 else 2 if widest >= 0xC4 else 1
     if len(raw) * width > MAX_DECODED_BYTES:
         raise DirectoryError(f"JSON directory decodes to more than {MAX_DECODED_BYTES} bytes of text")
     try:
@@ -99,6 +103,7 @@ class JsonCursor:
         self.text = text
         self.position = 0
         self._open_values = MAX_OPEN_VALUES
+        self._unbatched = 0
         self._parse_int: Callable[[str], int] = int if negative_zero else _strict_int
         decoder = json.JSONDecoder(
             object_pairs_hook=_unique,
@@ -114,6 +119,9 @@ class JsonCursor:
 
     def peek(self) -> str:
         """The next character that is not white space, or '' at the end."""
+        next_character = self.text[self.position : self.position + 1]
+        if next_character not in " \t\n\r":
+            return next_character
         self.position = _space(self.text, self.position).end()  # type: ignore[union-attr]
         return self.text[self.position : self.position + 1]
 
@@ -177,28 +185,99 @@ class JsonCursor:
             self._take(",", "a comma or the end of an array")
         raise DirectoryError(f"JSON directory: {what} has more than {limit} elements")
 
+    def record(self, what: str) -> dict[str, Any]:
+        """One object of a closed schema as a dict; the caller checks its members."""
+        value = self.short_record(what)
+        if value is not None:
+            return value
+        document_budget, self._open_values = self._open_values, MAX_RECORD_VALUES
+        value = self.open_value(what)
+        self._open_values = document_budget
+        return value  # type: ignore[no-any-return]
+
     def short_record(self, what: str) -> dict[str, Any] | None:
-        """One object, read by the C scanner, if it ends within RECORD_SLICE characters; else None, nothing consumed."""
+        """One object if it ends within RECORD_SLICE characters, read by the C scanner; else None, nothing consumed."""
         if self.peek() != "{":
             raise self.fail(f"an object ({what})")
-        head = self.text[self.position : self.position + RECORD_SLICE]
         try:
-            value, length = self._scan(head, 0)
+            value, length = self._scan(self.text[self.position : self.position + RECORD_SLICE], 0)
         except (StopIteration, ValueError, RecursionError):
             return None
         self.position += length
         return value  # type: ignore[no-any-return]
 
-    def record(self, what: str) -> dict[str, Any]:
-        """One object of the closed schema as a dict; the caller checks its members.
+    def record_array(self, what: str, limit: int) -> Iterator[dict[str, Any]]:
+        """The objects of an array of closed-schema records. Errors: not an array of objects, more than `limit`."""
+        self._take("[", f"an array ({what})")
+        if self.peek() == "]":
+            self.position += 1
+            return
+        count = 0
+        while True:
+            batch = self._batch("[", "},{", "]")
+            for value in (self.record(what),) if batch is None else batch:
+                if type(value) is not dict:
+                    raise DirectoryError(f"JSON directory: {what} may only hold objects, found {quoted(value)}")
+                count += 1
+                if count > limit:
+                    raise DirectoryError(f"JSON directory: {what} has more than {limit} elements")
+                yield value
+            if self.peek() == "]":
+                self.position += 1
+                return
+            self._take(",", "a comma or the end of an array")
 
-        A record that is long or not JSON goes through the budgeted parser, which also words the error.
+    def record_members(self, what: str, limit: int) -> Iterator[tuple[str, dict[str, Any] | None]]:
+        """The members of an object whose values are closed-schema records: (name, record).
+
+        A record of None means that the value was not read yet and the caller must consume it (it may be long).
+        Errors: not an object, a repeated name, a value that is no object, more than `limit` members.
         """
-        value = self.short_record(what)
-        if value is None:
-            document_budget, self._open_values = self._open_values, MAX_RECORD_VALUES
-            value = self.open_value(what)
-            self._open_values = document_budget
+        self._take("{", f"an object ({what})")
+        seen: set[str] = set()
+        if self.peek() == "}":
+            self.position += 1
+            return
+        while True:
+            batch = self._batch("{", '},"', "}")
+            if batch is None:
+                name = self.string()
+                self._take(":", "a colon")
+                batch = {name: self.short_record(what)}
+            elif any(type(value) is not dict for value in batch.values()):
+                raise DirectoryError(f"JSON directory: {what} may only hold objects")
+            for name, value in batch.items():
+                if name in seen:
+                    raise DirectoryError(f"JSON directory repeats member {quoted(name)} of {what}")
+                if len(seen) == limit:
+                    raise DirectoryError(f"JSON directory: {what} has more than {limit} members")
+                seen.add(name)
+                yield name, value
+            if self.peek() == "}":
+                self.position += 1
+                return
+            self._take(",", "a comma or the end of an object")
+
+    def _batch(self, opening: str, mark: str, closing: str) -> Any:
+        """Whole elements up to the last `mark` within BATCH_SLICE characters, read by the C scanner, or None.
+
+        The elements are wrapped in brackets of their own, so text that is not a run of whole elements is a syntax
+        error. Then nothing is consumed, and the stretch is not tried again: the budgeted parser reads it.
+        """
+        if self.position < self._unbatched:
+            return None
+        end = self.text.rfind(mark, self.position, self.position + BATCH_SLICE)
+        if end < 0:
+            return None
+        run = f"{opening}{self.text[self.position : end + 1]}{closing}"
+        try:
+            value, length = self._scan(run, 0)
+        except (StopIteration, ValueError, RecursionError):
+            length = 0
+        if length != len(run):
+            self._unbatched = end
+            return None
+        self.position = end + 1
         return value
 
     def open_value(self, what: str, depth: int = 0) -> Any:
