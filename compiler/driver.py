@@ -13,6 +13,7 @@ from artifacts.errors import ArtifactError
 from compiler.build import PhaseRequest, TextBuilder
 from compiler.control import MAX_CONTEXT, PAGE, ControlLimits, control_tables, table_offsets
 from compiler.emit.cache import Job, compile_all
+from compiler.emit.nvrtc import Resources
 from compiler.emit.render import render
 from compiler.ir.graph import check
 from compiler.ir.types import Kind
@@ -38,6 +39,7 @@ from compiler.program.model import (
 
 REGISTERED_IDS = 248077  # ids that the tokenizers of the registered models can produce (spec/frontend.md §1)
 MAX_TOKENIZER = 64 << 20
+NO_RESOURCES = Resources(0, 0, 0, 0, 0)
 SCORE_LOGITS = 128 << 20  # bytes of the scoring phase's logits buffer, at most
 
 
@@ -67,12 +69,18 @@ class CompileOptions:
 class ArtifactSource(Protocol):
     """The part of ``artifacts.Artifact`` that compiling needs."""
 
-    version: int
-    directory_digest: str
-    file_bytes: int
-    directory_bytes: int
-    identity: Any
-    model: Any
+    @property
+    def version(self) -> int: ...
+    @property
+    def directory_digest(self) -> str: ...
+    @property
+    def file_bytes(self) -> int: ...
+    @property
+    def directory_bytes(self) -> int: ...
+    @property
+    def identity(self) -> Any: ...
+    @property
+    def model(self) -> Any: ...
 
     def text_config(self) -> dict[str, Any]: ...
     def parameter(self, name: str) -> Any: ...
@@ -188,8 +196,9 @@ Progress = Callable[[int, int, str], None]
 
 
 def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: CompileOptions, *, cache: Path | None = None,
-                    workers: int | None = None, progress: Progress | None = None) -> Program:  # fmt: skip
-    """Compile ``artifact`` for ``caps``.
+                    workers: int | None = None, progress: Progress | None = None, images: bool = True) -> Program:  # fmt: skip
+    """Compile ``artifact`` for ``caps``. ``images=False`` plans only: no NVRTC, kernels without source and cubin (what
+    ``plan`` and the VM need).
 
     Raises ModelError, CompileOptionError, IRError, CompileError (NVRTC), CacheError. Only the artifact's directory and
     small resources are read, never the weights.
@@ -213,11 +222,14 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
         phases[graph.name] = phase
         for rank, size in enumerate(work):
             regions[rank][WORK] = max(regions[rank][WORK], size)
-    sources = {entry: render(item.template, entry, item.params) for entry, item in specs.items()}
-    cubins = compile_all([Job(entry, source, caps.arch) for entry, source in sources.items()], cache, workers, progress)
-    kernels = {
-        entry: KernelImage(specs[entry], sources[entry], cubins[entry].image, cubins[entry].resources) for entry in specs
-    }
+    kernels = {entry: KernelImage(item, "", b"", NO_RESOURCES) for entry, item in specs.items()}
+    if images:
+        sources = {entry: render(item.template, entry, item.params) for entry, item in specs.items()}
+        cubins = compile_all([Job(entry, source, caps.arch) for entry, source in sources.items()], cache, workers, progress)
+        kernels = {
+            entry: KernelImage(specs[entry], sources[entry], cubins[entry].image, cubins[entry].resources)
+            for entry in specs
+        }
     identity = ArtifactIdentity(artifact.directory_digest, artifact.file_bytes, artifact.directory_bytes, artifact.version,
                                 artifact.identity.model_id, artifact.identity.weights_id or "")  # fmt: skip
     frequencies = frequency_table(native_frequencies(spec.rope_theta, spec.rotary_dim))
