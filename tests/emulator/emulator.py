@@ -87,11 +87,12 @@ class DeviceArray:
         ctypes.memmove(result.ctypes.data, self.address, self.nbytes)
         return result
 
-    def check_guards(self, name: str) -> None:
+    def check_guards(self, name: str, argument: int) -> None:
         """Raises EmulatorError when something was written just outside this memory."""
         offset = _engine().ninferc_emulator_check_guards(ctypes.byref(self._allocation), ctypes.c_ulonglong(self.nbytes))
         if offset != -(2**63):
-            raise EmulatorError(f"store out of bounds: byte {offset} of {name}, which has {self.nbytes} bytes")
+            raise EmulatorError(f"{name}: store out of bounds: byte {offset} of argument {argument}, which has "
+                                f"{self.nbytes} bytes")
 
     def __del__(self) -> None:
         if getattr(self, "address", 0):
@@ -307,4 +308,4 @@ def launch(kernel: Kernel, grid: int | Sequence[int], block: int | Sequence[int]
     if failed:
         raise EmulatorError(f"kernel {kernel.name} (seed {schedule_seed}): {message}")
     for argument, device in devices:
-        device.check_guards(f"kernel {kernel.name}, argument {argument}")
+        device.check_guards(f"kernel {kernel.name} (seed {schedule_seed})", argument)

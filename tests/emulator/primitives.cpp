@@ -139,10 +139,8 @@ static void collective(Request& r) {
   const u32 bit = 1u << self->info.lane;
   const char* name = operation_names[r.operation];
   if (!(r.mask & bit)) fail("%s: the calling lane %u is not in mask %08x", name, self->info.lane, r.mask);
-  u32 present = 0;
-  for (u32 lane = 0; lane < 32; ++lane) present |= u32(w->fibers[lane] != nullptr) << lane;
-  if (r.operation >= op_mma && present != 0xffffffffu) fail("%s needs a full warp of 32 threads", name);
-  const u32 mask = r.mask & present;
+  if (r.operation >= op_mma && w->present != 0xffffffffu) fail("%s needs a full warp of 32 threads", name);
+  const u32 mask = r.mask & w->present;
   self->request = &r;
   self->waits_for = name;
   self->wait_file = nullptr;

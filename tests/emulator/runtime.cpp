@@ -144,8 +144,8 @@ static void on_fault(int signal_number, siginfo_t* info, void* raw) {
   if (f) {
     const Block* b = f->block;
     const u64 shared = reinterpret_cast<u64>(b->dynamic_shared);
-    if (address >= shared && address < shared + engine.dynamic_bytes + 65536)
-      fail("%s out of bounds: byte %llu of %u bytes of dynamic shared memory", access, address - shared,
+    if (address >= shared - guard_bytes && address < shared + b->dynamic_room + guard_bytes)
+      fail("%s out of bounds: byte %lld of %u bytes of dynamic shared memory", access, (long long)(address - shared),
            engine.dynamic_bytes);
   }
   char where[160];
@@ -365,9 +365,10 @@ static void start_block(Block* block) {
       for (auto& x : w->fibers) x = nullptr;
       w->block = block;
       w->index = i / 32;
-      w->ready = w->polling = w->waiting = w->exited = 0;
+      w->present = w->ready = w->polling = w->waiting = w->exited = 0;
     }
     w->fibers[i % 32] = f;
+    w->present |= 1u << (i % 32);
     make_context(f, fiber_main);
     make_ready(w, 1u << (i % 32));
   }
@@ -423,6 +424,15 @@ static u8* map_pages(u64 bytes) {
   return p == MAP_FAILED ? nullptr : static_cast<u8*>(p);
 }
 
+// `bytes` (a multiple of the page) with unmapped guard zones before and after.
+static u8* map_guarded(u64 bytes) {
+  u8* pages = map_pages(bytes + 2 * guard_bytes);
+  if (!pages) return nullptr;
+  mprotect(pages, guard_bytes, PROT_NONE);
+  mprotect(pages + guard_bytes + bytes, guard_bytes, PROT_NONE);
+  return pages;
+}
+
 static Block* make_block(u32 slot) {
   Block* b = static_cast<Block*>(calloc(1, sizeof(Block)));
   if (!b) fail("out of memory");
@@ -433,11 +443,9 @@ static Block* make_block(u32 slot) {
   b->stacks = map_pages(u64(engine.block_threads) * stack_bytes);
   const u64 page = 4096;
   b->dynamic_room = u32((engine.dynamic_bytes + 1024 + page - 1) / page * page);
-  b->dynamic_pages = map_pages(b->dynamic_room + 2 * page);
+  b->dynamic_pages = map_guarded(b->dynamic_room);
   if (!b->warps || !b->fibers || !b->stacks || !b->dynamic_pages) fail("out of memory");
-  mprotect(b->dynamic_pages, page, PROT_NONE);
-  mprotect(b->dynamic_pages + page + b->dynamic_room, page, PROT_NONE);
-  b->dynamic_shared = b->dynamic_pages + page;
+  b->dynamic_shared = b->dynamic_pages + guard_bytes;
   if (engine.static_bytes) {
     b->static_shared = static_cast<u8*>(malloc(engine.static_bytes));
     if (!b->static_shared) fail("out of memory");
@@ -455,7 +463,7 @@ static void free_block(Block* b) {
 #endif
   }
   if (b->stacks) munmap(b->stacks, u64(engine.block_threads) * stack_bytes);
-  if (b->dynamic_pages) munmap(b->dynamic_pages, u64(b->dynamic_room) + 8192);
+  if (b->dynamic_pages) munmap(b->dynamic_pages, u64(b->dynamic_room) + 2 * guard_bytes);
   free(b->static_shared);
   free(b->bulk);
   free(b->mbarriers);
@@ -574,28 +582,26 @@ int ninferc_emulator_run(const ninferc_emulator_launch* launch) {
   return engine.failed ? 1 : 0;
 }
 
-// Global memory with unmapped pages on both sides; `begin` is a multiple of 256 and as close to the end guard as that
-// allows.  Everything around the `bytes` is filled with the guard pattern.
+// Global memory with unmapped zones on both sides; `begin` is a multiple of 256 and as close to the end of the mapped
+// pages as that allows.  Mapped bytes around the data hold the guard pattern.
 struct ninferc_emulator_allocation { unsigned char *pages, *begin; unsigned long long page_bytes; };
 int ninferc_emulator_allocate(unsigned long long bytes, ninferc_emulator_allocation* result) {
   const u64 page = 4096;
   const u64 body = (bytes + 512 + page - 1) / page * page;
-  u8* pages = map_pages(body + 2 * page);
+  u8* pages = map_guarded(body);
   if (!pages) return 1;
-  mprotect(pages, page, PROT_NONE);
-  mprotect(pages + page + body, page, PROT_NONE);
   result->pages = pages;
   result->page_bytes = body;
-  result->begin = pages + page + body - (bytes + 255) / 256 * 256;
-  memset(pages + page, guard_byte, size_t(result->begin - pages - page));
-  memset(result->begin + bytes, guard_byte, size_t(pages + page + body - result->begin) - bytes);
+  result->begin = pages + guard_bytes + body - (bytes + 255) / 256 * 256;
+  memset(pages + guard_bytes, guard_byte, size_t(result->begin - pages - guard_bytes));
+  memset(result->begin + bytes, guard_byte, size_t(pages + guard_bytes + body - result->begin) - bytes);
   return 0;
 }
-void ninferc_emulator_protect(ninferc_emulator_allocation* a) { mprotect(a->pages + 4096, a->page_bytes, PROT_READ); }
-void ninferc_emulator_release(ninferc_emulator_allocation* a) { munmap(a->pages, a->page_bytes + 8192); }
+void ninferc_emulator_protect(ninferc_emulator_allocation* a) { mprotect(a->pages + guard_bytes, a->page_bytes, PROT_READ); }
+void ninferc_emulator_release(ninferc_emulator_allocation* a) { munmap(a->pages, a->page_bytes + 2 * guard_bytes); }
 // Offset of a changed guard byte from the start of the data (negative: before it), or LLONG_MIN when all are intact.
 long long ninferc_emulator_check_guards(const ninferc_emulator_allocation* a, unsigned long long bytes) {
-  const u8* p = a->pages + 4096;
+  const u8* p = a->pages + guard_bytes;
   const u8* end = p + a->page_bytes;
   for (const u8* q = a->begin + bytes; q < end; ++q)
     if (*q != guard_byte) return q - a->begin;

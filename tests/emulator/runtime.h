@@ -11,6 +11,7 @@ using u64 = unsigned long long;
 constexpr u32 stack_bytes = 128 * 1024;
 constexpr u8 poison_byte = 0xff;  // a NaN in every floating format, -1 as an integer
 constexpr u8 guard_byte = 0xfb;
+constexpr u64 guard_bytes = 16ull << 20;  // unmapped, so it costs address space only
 
 struct Block;
 struct Warp;
@@ -51,7 +52,7 @@ struct Warp {
   Fiber* fibers[32];
   Block* block;
   u32 index;
-  u32 ready, polling, waiting, exited;
+  u32 present, ready, polling, waiting, exited;
 };
 
 struct NamedBarrier { u32 expected, arrived, predicates; u32 waiting[32]; };

@@ -21,7 +21,7 @@ TEMPLATE_INCLUDE = ROOT / "templates" / "include"
 # two kernels must never be merged by the loader.
 COMMON_FLAGS = ("-std=c++20", "-O2", "-g0", "-fPIC", "-w", "-march=native", "-ffp-contract=fast", "-fno-math-errno",
                 "-fno-strict-aliasing", "-fwrapv", "-fno-exceptions", "-fno-rtti")
-KERNEL_FLAGS = ("-fvisibility=hidden", "-fvisibility-inlines-hidden")
+KERNEL_FLAGS = ("-fno-plt", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
 
 
 class CompileError(Exception):
@@ -151,7 +151,7 @@ def build(source: str, flags: Sequence[str], include_dirs: Sequence[Path], links
 def runtime_library() -> Path:
     """The emulator's engine as a shared object."""
     text = '#include "runtime.cpp"\n#include "primitives.cpp"\n'
-    return build(text, (), (HERE, HERE / "include"))
+    return build(text, ("-fno-semantic-interposition", "-fno-plt"), (HERE, HERE / "include"))
 
 
 def build_kernels(source: str, defines: Mapping[str, object], include_dirs: Sequence[Path], arch: int) -> Path:
