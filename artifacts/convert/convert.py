@@ -170,7 +170,7 @@ def convert(
         main = stack.enter_context(Checkpoint(directory))
         base = stack.enter_context(Checkpoint(options.base)) if options.base is not None else None
         plan, recipe, notes, sources = plan_conversion(main, base, options, say)
-        unused = [s.unused() for s in sources[:1]]
+        unused = sources[0].unused(sources[1] if base is not None else None)
         if notes.inexact_divisors:
             say(f"{len(notes.inexact_divisors)} NVFP4 multipliers have no exact reciprocal; divisors are rounded")
         if notes.rounded_scales:
@@ -181,7 +181,7 @@ def convert(
         plans = [job.plan for job in plan.jobs]
         with ArtifactWriter(target, plan.identity, plans, overwrite=options.overwrite) as writer:
             write_jobs(writer, plan.jobs, recipe.scale, options.threads, tick)
-        report = _report(target, plan, recipe, notes, [s.checkpoint for s in sources], unused[0], remarks)
+        report = _report(target, plan, recipe, notes, [s.checkpoint for s in sources], unused, remarks)
     _write_report(target.with_name(target.name + ".conversion.json"), report)
     return report
 

@@ -15,7 +15,7 @@ from artifacts.convert.checkpoint import Checkpoint, SourceTensor
 from artifacts.convert.linear import Linear, Notes, Piece, Stack, exact_bf16, find_linear
 from artifacts.errors import ConfigError, quoted
 from artifacts.formats import Array, bf16_to_f32
-from artifacts.identities import TextDims, VisionDims
+from artifacts.identities import TextDims
 
 TRUNKS = ("model.language_model.", "language_model.model.", "model.")
 HEADS = ("lm_head", "language_model.lm_head", "model.lm_head")
@@ -66,6 +66,7 @@ class Source:
     def __init__(self, checkpoint: Checkpoint, dims: TextDims, notes: Notes) -> None:
         self.checkpoint, self.dims, self.notes = checkpoint, dims, notes
         self.used: set[str] = set()
+        self._linears: dict[str, Linear] = {}
         self.trunk = self._prefix(TRUNKS, "embed_tokens.weight", "layers.0.input_layernorm.weight")
         self.tower = next((t for t in TOWERS if any(n.startswith(t) for n in checkpoint)), None)
 
@@ -106,8 +107,11 @@ class Source:
 
     def linear(self, name: str, rows: int, columns: int) -> Linear:
         """The linear `name`, checked to be [rows, columns]."""
-        linear = find_linear(self.checkpoint, name, rows, columns, self.notes)
-        self.used.update(n for n in self._family(name) if n in self.checkpoint)
+        linear = self._linears.get(name)
+        if linear is None or (linear.rows, linear.columns) != (rows, columns):
+            linear = find_linear(self.checkpoint, name, rows, columns, self.notes)
+            self._linears[name] = linear
+            self.used.update(n for n in self._family(name) if n in self.checkpoint)
         return linear
 
     @staticmethod
@@ -125,11 +129,12 @@ class Source:
         self.used.add(name)
         return tensor
 
-    def unused(self) -> list[str]:
-        """Tensors nothing was made of. Errors: ConfigError when one of them belongs to the text layers."""
+    def unused(self, base: Source | None) -> list[str]:
+        """Tensors nothing was made of. Errors: ConfigError when one belongs to the text layers and `base` had none."""
         rest = sorted(n for n in self.checkpoint if n not in self.used)
+        known = base.used if base is not None else frozenset()
         for name in rest:
-            if name.startswith(self.trunk + "layers.") and not IGNORED.search(name):
+            if name.startswith(self.trunk + "layers.") and name not in known and not IGNORED.search(name):
                 raise ConfigError(f"tensor {quoted(name)} is not part of a model with these dimensions")
         return rest
 
@@ -256,10 +261,3 @@ class Source:
         if leaf not in VECTORS:
             raise ConfigError(f"object {quoted(name)} has no source rule")
         return prefix + VECTORS[leaf]
-
-
-def vision_or_none(source: Source, vision: VisionDims | None) -> VisionDims | None:
-    """`vision`, after checking that the checkpoint holds a tower. Errors: ConfigError when it does not."""
-    if vision is not None and not source.has_vision:
-        raise ConfigError("vision objects were asked for, but the checkpoint has no vision tensors")
-    return vision
