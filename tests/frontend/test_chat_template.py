@@ -150,7 +150,7 @@ def test_template_text_next_to_data_stays_template_text() -> None:
     assert done.literal == ((3, 4),)
 
 
-HOSTILE = {
+HOSTILE: dict[str, str | bytes] = {
     "loop": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
     "print": "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}",
     "product": "{{ 'x' * 10000000000 }}",

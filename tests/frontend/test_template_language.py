@@ -65,12 +65,14 @@ true is boolean ; none is none ; 4 is even ; 4 is odd ; 9 is divisibleby 3 ; 'a'
 messages | tojson ; messages[2] | tojson(indent=2) ; mapping | tojson(sort_keys=true) ; messages[3] | tojson(ensure_ascii=true)
 mapping | tojson(separators=(',', ':')) ; 'a' if flag ; 'a' if not flag ; ('a' if not flag) is defined ; {'a': 1, 'b': [2]}.b
 dict(a=1, b='x') ; namespace(a=1).a ; [1, 'a', none, true, {'k': 'v'}] ; loop is defined ; {1: 'x'}[1] ; text | safe
-words.index('fig') ; words.count('fig') ; 'a,b'.split(',')[1] ; (1 if true else 2) + 1 ; not 1 == 2 ; ('x' if false) is undefined
+words.index('fig') ; words.count('fig') ; 'a,b'.split(',')[1] ; (1 if true else 2) + 1 ; not 1 == 2
+('x' if false) is undefined
 """.strip().replace("\n", ";").split(";")
 
 STATEMENTS = [
     "{% for m in messages %}{{ loop.index }}/{{ loop.length }} {{ m.role }}{% if not loop.last %}, {% endif %}{% endfor %}",
-    "{% for m in messages %}{{ loop.previtem.role if loop.previtem else '-' }}>{{ loop.nextitem.role if loop.nextitem else '' }}|{% endfor %}",
+    "{% for m in messages %}{{ loop.previtem.role if loop.previtem }}>"
+    "{{ loop.nextitem.role if loop.nextitem else '' }}|{% endfor %}",
     "{% for x in empty %}never{% else %}none{% endfor %}",
     "{% for k, v in mapping.items() %}{{ k }}={{ v }};{% endfor %}{% for k in mapping %}{{ k }}{% endfor %}",
     "{% for n in numbers if n > 0 %}{{ loop.index0 }}:{{ n }} {{ loop.revindex }}{{ loop.revindex0 }} {% endfor %}",
