@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
 
+import numpy as np
+
 from artifacts.container.directory_v2 import Identity
 from artifacts.container.directory_v2 import parse_directory as parse_directory_v2
 from artifacts.container.directory_v3 import DirectoryV3, FilePart
@@ -62,6 +64,28 @@ def read_frame(header: bytes, file_bytes: int) -> Frame:
     return Frame(version, start, json_bytes, payload_start, header[16:32] if version == 3 else b"")
 
 
+BACKUP_SUFFIXES = (".v1-metadata-backup", ".relabel-backup")
+"""Names that in-place tools give to the saved metadata of a file while they rewrite it."""
+
+
+def read_backup(path: Path, file_bytes: int) -> tuple[Frame, bytes]:
+    """The frame and directory bytes of saved metadata for a file of `file_bytes`.
+
+    A backup is complete when it is the header and directory of a version 1 or 2 file, fills exactly its own
+    `[0, P)`, and its objects fit the payload of the file. Errors: ArtifactError subclasses.
+    """
+    backup = MappedFile(path)
+    try:
+        frame = read_frame(backup.data[:32].tobytes(), backup.size)
+        if frame.version == 3 or frame.payload_start != backup.size or backup.size > file_bytes:
+            raise FramingError(f"{quoted(path.name)} is not saved metadata of a file of {file_bytes} bytes")
+        raw = backup.data[frame.json_start : frame.json_start + frame.json_bytes].tobytes()
+        parse_directory_v2(raw, frame.version, file_bytes - backup.size)
+    finally:
+        backup.close()
+    return frame, raw
+
+
 class Artifact:
     """An open, container-valid artifact. Use `artifacts.open`, and `close` it or use it as a context manager.
 
@@ -70,6 +94,7 @@ class Artifact:
     order. directory_bytes: length of the JSON directory; directory_digest: SHA-256 hex digest of exactly those bytes.
     file_bytes: length of the file, of all files together for version 3 (parts are not opened for it).
     payload_bytes: length of the payload that offsets refer to. artifact_id: 16 bytes, version 3 only.
+    recovered_from: None, or the backup whose directory is used because an in-place tool was interrupted.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -82,13 +107,28 @@ class Artifact:
             raise
 
     def _load(self, entry: MappedFile) -> None:
-        frame = read_frame(entry.data[:32].tobytes(), entry.size)
+        self._entry = entry
+        self.recovered_from: Path | None = None
+        try:
+            frame = read_frame(entry.data[:32].tobytes(), entry.size)
+            self._read_directory(frame, entry.data[frame.json_start : frame.json_start + frame.json_bytes])
+        except (FramingError, DirectoryError):
+            backup = next((b for s in BACKUP_SUFFIXES if (b := Path(f"{self.path}{s}")).exists()), None)
+            if backup is None:
+                raise
+            frame, raw = read_backup(backup, entry.size)
+            self._read_directory(frame, np.frombuffer(raw, np.uint8))
+            self.recovered_from = backup
+
+    def _read_directory(self, frame: Frame, json_text: Bytes) -> None:
+        entry = self._entry
         self.version = frame.version
         self.artifact_id = frame.artifact_id
         self.directory_bytes = frame.json_bytes
         self.payload_start = frame.payload_start
-        self._entry = entry
-        raw = entry.data.data[frame.json_start : frame.json_start + frame.json_bytes]
+        self._directory: Bytes | None = json_text
+        raw = json_text.data
+        self.directory_digest = hashlib.sha256(raw).hexdigest()
         self._v3: DirectoryV3 | None = None
         stored: list[StoredObject]
         if frame.version == 3:
@@ -123,17 +163,14 @@ class Artifact:
 
     def close(self) -> None:
         """Release the mappings; arrays already handed out stay valid, further reads fail."""
+        self._directory = None
         self._payload.close()
-
-    @cached_property
-    def directory_digest(self) -> str:
-        """SHA-256 of the JSON directory bytes, 64 hex digits."""
-        return hashlib.sha256(self.directory().data).hexdigest()
 
     def directory(self) -> Bytes:
         """The JSON directory bytes, exactly `directory_bytes` of them."""
-        start = HEADER_BYTES[self.version]
-        return self._entry.data[start : start + self.directory_bytes]
+        if self._directory is None:
+            raise ValueError("the artifact is closed")
+        return self._directory
 
     # Objects and payload
 

@@ -89,8 +89,8 @@ def encoded_size(name: str, format: str, layout: str, shape: Sequence[int]) -> i
         raise LayoutError(f"object {quoted(name)}: unknown layout {quoted(layout)}; known: {', '.join(LAYOUTS)}")
     try:
         return _encoded_size(format, layout, tuple(shape))
-    except ValueError as error:
-        raise LayoutError(f"object {quoted(name)}: {error}") from None
+    except (FormatError, LayoutError) as error:
+        raise type(error)(f"object {quoted(name)}: {error}") from None
 
 
 @lru_cache(4096)  # a directory has thousands of objects of a few dozen shapes

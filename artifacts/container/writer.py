@@ -23,12 +23,11 @@ from artifacts.container.output import OutputFile, require_space
 from artifacts.container.schema import (
     METADATA_ALIGNMENT,
     ObjectPlan,
-    ResourceObject,
     StoredObject,
     TensorObject,
     place,
 )
-from artifacts.errors import LayoutError, OutputError, quoted
+from artifacts.errors import FormatError, LayoutError, OutputError, quoted
 from artifacts.formats import Array
 from artifacts.layouts import LAYOUTS, align_up
 
@@ -134,8 +133,8 @@ class PayloadWriter:
         try:
             planes = layout.planes(entry.format, entry.shape)
             pieces = layout.pack_rows(entry.format, entry.shape, r0, fields)
-        except ValueError as error:
-            raise LayoutError(f"object {quoted(name)}: {error}") from None
+        except (FormatError, LayoutError) as error:
+            raise type(error)(f"object {quoted(name)}: {error}") from None
         if r0 == 0:
             for offset, length in layout.gaps(entry.format, entry.shape):
                 self._record(entry, offset, offset + length)
@@ -269,4 +268,4 @@ def _placed(objects: Iterable[ObjectPlan | StoredObject]) -> list[StoredObject]:
     return place(plans) if plans else placed
 
 
-__all__ = ["ArtifactWriter", "Coverage", "Identity", "PayloadWriter", "ResourceObject"]
+__all__ = ["ArtifactWriter", "Coverage", "Identity", "PayloadWriter"]
