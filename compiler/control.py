@@ -81,10 +81,6 @@ class ControlLimits:
     def pages_per_row(self) -> int:
         return -(-self.max_context // PAGE)
 
-    def work_items(self, lanes: int) -> int:
-        """Upper bound of attention work items: per lane and KV head two chunk sizes may meet in one step."""
-        return lanes * self.kv_heads * 2 * (MAX_CHUNKS + 1)
-
 
 def control_tables(limits: ControlLimits, rank: int = 0) -> dict[str, Value]:
     """Tables of the control block (all i32; float parameters as bits), in the order in which they lie in memory."""
@@ -113,8 +109,6 @@ def control_tables(limits: ControlLimits, rank: int = 0) -> dict[str, Value]:
         "pf_lane_len": (1,),
         "pf_tokens": (limits.chunk,),
         "pf_positions": (3, limits.chunk),
-        "pf_work": (4,),
-        "pf_work_count": (1,),
         "inv_freq": (2, limits.rotary_pairs),
         "queue": (b, limits.queue),
         "page_table": (b, limits.pages_per_row),

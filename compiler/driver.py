@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,11 +17,13 @@ from compiler.emit.nvrtc import Resources
 from compiler.emit.render import render
 from compiler.ir.graph import check
 from compiler.ir.types import Kind
+from compiler.kernels.attention_decode import MAX_COLUMNS, work_items
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.model import ModelError, ModelSpec, bind, spec_from_config
 from compiler.ops.attn_prepare import frequency_table, native_frequencies
+from compiler.passes.lower import lower
 from compiler.passes.memory import align
-from compiler.passes.schedule import Scheduler
+from compiler.passes.schedule import Group, Scheduler
 from compiler.passes.select import select
 from compiler.program.model import (
     CONTROL,
@@ -134,10 +136,9 @@ def limits_of(spec: ModelSpec, options: CompileOptions) -> ControlLimits:
         raise CompileOptionError(f"--prefill-chunk {chunk}: a multiple of 128 up to 16384 is needed")
     pairs = options.decode_pairs()
     for lanes, width in pairs:
-        if not 1 <= lanes <= options.max_concurrency or not 1 <= width or lanes * width > 64:
-            raise CompileOptionError(
-                f"--pairs {lanes}x{width}: 1…{options.max_concurrency} lanes and at most 64 columns in all are allowed"
-            )
+        if not 1 <= lanes <= options.max_concurrency or not 1 <= width or lanes * width > 64 or width > MAX_COLUMNS:
+            raise CompileOptionError(f"--pairs {lanes}x{width}: 1…{options.max_concurrency} lanes, 1…{MAX_COLUMNS} columns "
+                                     "per lane and at most 64 in all are allowed")  # fmt: skip
     per_lane = -(-options.max_context // PAGE)
     pages = options.max_concurrency * per_lane
     if options.kv_capacity is not None:
@@ -192,6 +193,16 @@ def place_shared(builder: TextBuilder) -> tuple[dict[str, Placement], list[dict[
     return placements, [sizes[rank] for rank in sorted(sizes)]
 
 
+def place_counters(groups: Sequence[Group], counters: dict[str, Placement], regions: list[dict[str, int]]) -> None:
+    """Give zeroed scratch its own place in STATE, one per kernel, large enough for its largest launch."""
+    for group in groups:
+        for name in sorted(group.spec.zeroed):
+            key, nbytes = f"{group.spec.entry}.{name}@{group.rank}", group.spec.scratch[name]
+            if key not in counters or counters[key].nbytes < nbytes:
+                counters[key] = Placement(STATE, regions[group.rank][STATE], nbytes, group.rank)
+                regions[group.rank][STATE] += align(nbytes)
+
+
 Progress = Callable[[int, int, str], None]
 
 
@@ -205,20 +216,23 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
     """
     spec = model_of(artifact)
     limits = limits_of(spec, options)
-    builder = TextBuilder(spec, bind(artifact, spec), limits)
-    graphs = [check(builder.build(request)) for request in phase_requests(spec, options)]
+    items = max(work_items(b, t, spec.heads, spec.kv_heads) for b, t in options.decode_pairs())
+    builder = TextBuilder(spec, bind(artifact, spec), limits, items)
+    graphs = [check(lower(check(builder.build(request)))) for request in phase_requests(spec, options)]
     placements, regions = place_shared(builder)
     phases: dict[str, Phase] = {}
     specs: dict[str, KernelSpec] = {}
+    counters: dict[str, Placement] = {}
     for graph in graphs:
         groups = select(graph, caps)
+        place_counters(groups, counters, regions)
         for group in groups:
             known = specs.setdefault(group.spec.entry, group.spec)
             if (known.template, dict(known.params)) != (group.spec.template, dict(group.spec.params)):
                 raise CompileOptionError(f"kernel name {group.spec.entry} stands for two different instantiations")
             if group.spec.smem > known.smem:
                 specs[group.spec.entry] = group.spec
-        phase, work = Scheduler(graph, groups, placements, caps.programmatic_edges).run()
+        phase, work = Scheduler(graph, groups, placements, caps.programmatic_edges, counters).run()
         phases[graph.name] = phase
         for rank, size in enumerate(work):
             regions[rank][WORK] = max(regions[rank][WORK], size)

@@ -47,9 +47,11 @@ def rows_of(source: WeightSource, offset: int, rows: int) -> WeightSource:
 
 
 class TextBuilder:
-    """Builds phases that share weights, states and tables. ``shared`` collects these values for the program."""
+    """Builds phases that share weights, states and tables. ``shared`` collects these values for the program.
 
-    def __init__(self, spec: ModelSpec, binding: Binding, limits: ControlLimits) -> None:
+    ``work_items`` bounds the attention work list of every decode graph."""
+
+    def __init__(self, spec: ModelSpec, binding: Binding, limits: ControlLimits, work_items: int) -> None:
         self.spec = spec
         self.binding = binding
         self.limits = limits
@@ -61,6 +63,8 @@ class TextBuilder:
         self._share(Value("block", TensorType((words,), "i32"), Kind.TABLE))
         self._share(Value("ring", TensorType((RING_WORDS,), "i32"), Kind.TABLE))
         self._share(Value("egress", TensorType((EGRESS_ENTRIES, egress_words(limits.lanes)), "i32"), Kind.TABLE))
+        self._share(Value("work", TensorType((work_items, 4), "i32"), Kind.STATE))
+        self._share(Value("work_count", TensorType((1,), "i32"), Kind.STATE))
         self._share(Value("token_counts", TensorType((limits.slots, spec.vocab_rows), "i32"), Kind.STATE))
 
     def _share(self, value: Value) -> Value:
@@ -137,15 +141,19 @@ class _PhaseBuilder:
         return self.graph
 
     def _begin(self) -> None:
-        names = ["step", "lane_ncols", "lane_len", "tokens", "positions", "work", "work_count"]
+        names = ["step", "lane_ncols", "lane_len", "tokens", "positions"]
         if not self.prefill:
+            names += ["work", "work_count"]
             names += ["lane_frozen", "lane_rope_delta", "lane_prompt_len", "queue", "queue_head", "queue_tail"]
         state = {name: self.table(name) for name in names}
         state["block"], state["token_counts"] = self.shared("block"), self.shared("token_counts")
         # an ingress record may change any table, so every reader of any table waits for begin
         others = [self.graph.add_value(v).value for v in self.owner.shared.values() if v.kind is Kind.TABLE]
+        inputs = {"ring": self.shared("ring")}
+        if not self.prefill:
+            inputs["lane_page_row"] = self.shared("lane_page_row")
         self.graph.add_op(
-            "begin", {"ring": self.shared("ring")}, {}, state,
+            "begin", inputs, {}, state,
             {"phase": self.request.phase, "kv_heads": self.spec.kv_heads, "max_context": self.limits.max_context,
              "vocab": self.spec.vocab_rows},
             also_writes=others,
@@ -190,10 +198,11 @@ class _PhaseBuilder:
             rotary=spec.rotary_dim, section_h=section[1], section_w=section[2], mscale=1.0,
         )  # fmt: skip
         o = self.activation("o", width)
+        work = () if self.prefill else ("work", "work_count")
         self.add(
             "attention",
             {"qr": q, "gate": views["gate"], "kv": kv,
-             **self.lane_tables("lane_ncols", "lane_len", "lane_page_row", "page_table", "work", "work_count")},
+             **self.lane_tables("lane_ncols", "lane_len", "lane_page_row", "page_table", *work)},
             {"o": o}, None, layer, phase=self.request.phase, heads=spec.heads, kv_heads=spec.kv_heads,
             dim=spec.head_dim,
         )  # fmt: skip

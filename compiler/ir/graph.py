@@ -49,9 +49,9 @@ class OpGraph:
 
     def append(self, op: Op, also_writes: Iterable[str] = ()) -> int:
         node = int(self.dag.number_of_nodes())
-        self.dag.add_node(node, op=op)
+        self.dag.add_node(node, op=op, also_writes=tuple(also_writes))
         reads = {ref.value for ref in (*op.inputs.values(), *op.state.values())}
-        writes = {ref.value for ref in (*op.outputs.values(), *op.state.values())} | set(also_writes)
+        writes = {ref.value for ref in (*op.outputs.values(), *op.state.values())} | set(self.also_writes(node))
         for value in reads | writes:
             if value not in self.values:
                 raise IRError(f"op {op.kind}: value {value} is not declared")
@@ -75,6 +75,11 @@ class OpGraph:
     def op(self, node: int) -> Op:
         op: Op = self.dag.nodes[node]["op"]
         return op
+
+    def also_writes(self, node: int) -> tuple[str, ...]:
+        """Values that the op may change besides its operands."""
+        names: tuple[str, ...] = self.dag.nodes[node]["also_writes"]
+        return names
 
     def ops(self) -> Iterator[tuple[int, Op]]:
         """Nodes in build order, which is a topological order."""

@@ -59,11 +59,12 @@ def apply_records(ring: Array, block: Array, step: Array, counts: Array) -> None
 @register
 class Begin(OpDef):
     kind = "begin"
-    inputs = ("ring",)
+    inputs = ("ring", "lane_page_row")
     outputs = ()
     state = ("block", "token_counts", "step", "lane_ncols", "lane_len", "tokens", "positions", "work", "work_count",
              "lane_frozen", "lane_rope_delta", "lane_prompt_len", "queue", "queue_head", "queue_tail")  # fmt: skip
-    optional = frozenset({"lane_frozen", "lane_rope_delta", "lane_prompt_len", "queue", "queue_head", "queue_tail"})
+    optional = frozenset({"lane_page_row", "work", "work_count", "lane_frozen", "lane_rope_delta", "lane_prompt_len", "queue",
+                          "queue_head", "queue_tail"})  # fmt: skip
     attrs = {"phase": str, "kv_heads": int, "max_context": int, "vocab": int}
 
     def check(self, op: Op, types: Mapping[str, TensorType]) -> None:
@@ -72,7 +73,8 @@ class Begin(OpDef):
         lanes = types["positions"].shape[1]
         require(types["tokens"].shape == (lanes,), op, f"tokens {types['tokens'].shape} and positions disagree")
         if op.attrs["phase"] == "decode":
-            require(all(name in op.state for name in self.optional), op, "decode needs the queue tables")
+            missing = [name for name in self.optional if name not in op.state and name not in op.inputs]
+            require(not missing, op, f"decode needs {', '.join(sorted(missing))}")
 
     def reference(self, op: Op, ctx: Context) -> None:
         block = ctx.whole("block")  # every table below is a view of it
@@ -108,7 +110,7 @@ class Begin(OpDef):
             ncols[lane] = 0
 
     def cost(self, op: Op, types: Mapping[str, TensorType], values: Mapping[str, Value]) -> Cost:
-        touched = sum(types[name].nbytes for name in ("tokens", "positions", "lane_ncols", "work"))
+        touched = sum(types[name].nbytes for name in ("tokens", "positions", "lane_ncols"))
         return Cost(touched, touched, 0)
 
 

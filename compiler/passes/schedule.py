@@ -46,6 +46,7 @@ class Scheduler:
     groups: Sequence[Group]
     shared: Mapping[str, Placement]
     programmatic: bool
+    counters: dict[str, Placement] = field(default_factory=dict)  # zeroed scratch by entry and name, kept for good
     lifetimes: list[memory.Lifetime] = field(default_factory=list)
     accesses: dict[str, list[int]] = field(default_factory=dict)
 
@@ -56,13 +57,13 @@ class Scheduler:
         edges = memory.reuse_edges(placements, self.lifetimes, self.accesses) | self._hazards()
         calls = []
         for index, group in enumerate(self.groups):
-            scratch = {name: placements[f"call{index}.{name}"] for name in group.spec.scratch}
+            scratch = {name: placements[f"call{index}.{name}"] for name in group.spec.scratch if name not in group.spec.zeroed}
             calls.append(
                 Call(
                     index=index,
                     rank=group.rank,
                     entry=group.spec.entry,
-                    args=tuple(self._args(group, placements, scratch)),
+                    args=tuple(self._args(group, placements, scratch | self._counters(group))),
                     grid=group.spec.grid,
                     block=group.spec.block,
                     smem=group.spec.smem,
@@ -79,6 +80,10 @@ class Scheduler:
         phase = Phase(self.graph.name, self.graph.phase, self.graph.lanes, self.graph.width, tuple(calls), values, kept)
         return phase, sizes
 
+    def _counters(self, group: Group) -> dict[str, Placement]:
+        """Zeroed scratch of a kernel lies outside the arena that calls share: it must still be zero at the next launch."""
+        return {name: self.counters[f"{group.spec.entry}.{name}@{group.rank}"] for name in group.spec.zeroed}
+
     def _liveness(self) -> None:
         first: dict[str, int] = {}
         for index, group in enumerate(self.groups):
@@ -91,6 +96,8 @@ class Scheduler:
                     if index not in self.accesses.setdefault(ref.value, []):
                         self.accesses[ref.value].append(index)
             for name, nbytes in group.spec.scratch.items():
+                if name in group.spec.zeroed:
+                    continue
                 buffer = f"call{index}.{name}"
                 self.accesses[buffer] = [index]
                 self.lifetimes.append(memory.Lifetime(buffer, nbytes, index, index, group.rank))
