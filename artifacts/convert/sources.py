@@ -132,9 +132,13 @@ class Source:
     def unused(self, base: Source | None) -> list[str]:
         """Tensors nothing was made of. Errors: ConfigError when one belongs to the text layers and `base` had none."""
         rest = sorted(n for n in self.checkpoint if n not in self.used)
-        known = base.used if base is not None else frozenset()
+        known = {n.removeprefix(base.trunk) for n in base.used} if base is not None else set()
         for name in rest:
-            if name.startswith(self.trunk + "layers.") and name not in known and not IGNORED.search(name):
+            if (
+                name.startswith(self.trunk + "layers.")
+                and name.removeprefix(self.trunk) not in known
+                and not IGNORED.search(name)
+            ):
                 raise ConfigError(f"tensor {quoted(name)} is not part of a model with these dimensions")
         return rest
 

@@ -1,0 +1,212 @@
+"""The 27B identities: headers alone must plan exactly the registered object list, every object with its source."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from artifacts.container.directory_v2 import Identity
+from artifacts.convert import Options
+from artifacts.convert.checkpoint import Checkpoint, SourceTensor
+from artifacts.convert.convert import plan_conversion
+from artifacts.convert.plan import ConversionPlan
+from artifacts.errors import ConfigError, FormatError, IdentityError
+from artifacts.formats import Array
+from artifacts.identities.plan import RESOURCES
+from artifacts.identities.registry import DENSE_27B, TOWER, registered
+
+TRUNK, WORDS = "model.language_model.", {"BF16": 2, "U8": 1, "F8_E4M3": 1, "F32": 4}
+Headers = dict[str, tuple[str, tuple[int, ...]]]
+
+
+class HeaderCheckpoint(Checkpoint):
+    """A checkpoint without bytes: names, types and shapes; every value reads as one."""
+
+    def __init__(self, directory: Path, tensors: Headers) -> None:
+        self.directory = directory
+        self.config = {
+            "model_type": "qwen3_5",
+            "text_config": DENSE_27B.to_config(),
+            "vision_config": {**TOWER.to_config(), "out_hidden_size": 5120},
+        }
+        self.tensors = {}
+        for name, (dtype, shape) in tensors.items():
+            nbytes = int(np.prod(shape, dtype=np.int64)) * WORDS[dtype]
+            self.tensors[name] = SourceTensor(name, dtype, shape, 0, 0, nbytes)
+
+    def read(self, tensor: SourceTensor) -> Array:
+        return np.ones(tensor.shape, np.float32)
+
+
+def layer_headers(prefix: str, full: bool) -> dict[str, tuple[int, ...]]:
+    """Linears of a layer (without `.weight`)."""
+    mlp = {"mlp.gate_proj": (17408, 5120), "mlp.up_proj": (17408, 5120), "mlp.down_proj": (5120, 17408)}
+    if full:
+        mixer = {"self_attn.q_proj": (12288, 5120), "self_attn.k_proj": (1024, 5120), "self_attn.v_proj": (1024, 5120),
+                 "self_attn.o_proj": (5120, 6144)}  # fmt: skip
+    else:
+        mixer = {"linear_attn.in_proj_qkv": (10240, 5120), "linear_attn.in_proj_z": (6144, 5120),
+                 "linear_attn.out_proj": (5120, 6144)}  # fmt: skip
+    return {prefix + name: shape for name, shape in {**mlp, **mixer}.items()}
+
+
+def base_headers() -> Headers:
+    """The 1199 BF16 tensors of the official 27B checkpoint (model-dense.md, vision.md, mtp.md)."""
+    shapes: dict[str, tuple[int, ...]] = {
+        TRUNK + "embed_tokens.weight": (248320, 5120), TRUNK + "norm.weight": (5120,), "lm_head.weight": (248320, 5120),
+        "mtp.fc.weight": (5120, 10240), "mtp.pre_fc_norm_embedding.weight": (5120,),
+        "mtp.pre_fc_norm_hidden.weight": (5120,), "mtp.norm.weight": (5120,),
+    }  # fmt: skip
+    prefixes = [(f"{TRUNK}layers.{i}.", i % 4 == 3) for i in range(64)] + [("mtp.layers.0.", True)]
+    for prefix, full in prefixes:
+        shapes.update({n + ".weight": s for n, s in layer_headers(prefix, full).items()})
+        shapes[prefix + "input_layernorm.weight"] = shapes[prefix + "post_attention_layernorm.weight"] = (5120,)
+        if full:
+            shapes[prefix + "self_attn.q_norm.weight"] = shapes[prefix + "self_attn.k_norm.weight"] = (256,)
+        else:
+            g = prefix + "linear_attn."
+            shapes[g + "A_log"] = shapes[g + "dt_bias"] = (48,)
+            shapes[g + "in_proj_a.weight"] = shapes[g + "in_proj_b.weight"] = (48, 5120)
+            shapes[g + "conv1d.weight"], shapes[g + "norm.weight"] = (10240, 1, 4), (128,)
+    v = "model.visual."
+    shapes[v + "patch_embed.proj.weight"], shapes[v + "patch_embed.proj.bias"] = (1152, 3, 2, 16, 16), (1152,)
+    shapes[v + "pos_embed.weight"] = (2304, 1152)
+    vision = {"attn.qkv": (3456, 1152), "attn.proj": (1152, 1152), "mlp.linear_fc1": (4304, 1152),
+              "mlp.linear_fc2": (1152, 4304)}  # fmt: skip
+    pairs = {f"blocks.{b}.{n}": s for b in range(27) for n, s in vision.items()}
+    pairs.update({f"blocks.{b}.{n}": (1152,) for b in range(27) for n in ("norm1", "norm2")})
+    pairs.update({"merger.norm": (1152,), "merger.linear_fc1": (4608, 4608), "merger.linear_fc2": (5120, 4608)})
+    for name, shape in pairs.items():
+        shapes[f"{v}{name}.weight"], shapes[f"{v}{name}.bias"] = shape, shape[:1]
+    return {name: ("BF16", shape) for name, shape in shapes.items()}
+
+
+def to_nvfp4(tensors: Headers, name: str) -> None:
+    rows, columns = tensors.pop(name + ".weight")[1]
+    tensors[name + ".weight_packed"] = ("U8", (rows, columns // 2))
+    tensors[name + ".weight_scale"] = ("F8_E4M3", (rows, columns // 16))
+    tensors[name + ".weight_global_scale"] = tensors[name + ".input_global_scale"] = ("F32", (1,))
+
+
+def to_fp8(tensors: Headers, name: str) -> None:
+    shape = tensors[name + ".weight"][1]
+    tensors[name + ".weight"] = ("F8_E4M3", shape)
+    tensors[name + ".weight_scale"] = ("BF16", (shape[0], 1))
+
+
+def packed_headers() -> Headers:
+    """Native NVFP4 with the BF16 exceptions of conversion.md section 5, MTP in NVFP4 too."""
+    tensors = base_headers()
+    for index in range(64):
+        for name in layer_headers(f"{TRUNK}layers.{index}.", index % 4 == 3):
+            leaf = name.rsplit(".", 1)[1]
+            early = leaf in ("q_proj", "k_proj", "v_proj") and index < 24
+            if not early and not (leaf == "o_proj" and index in (3, 7)) and not (leaf == "out_proj" and index == 4):
+                to_nvfp4(tensors, name)
+    for name in layer_headers("mtp.layers.0.", True):
+        to_nvfp4(tensors, name)
+    return tensors
+
+
+def mixed_headers() -> Headers:
+    """FP8 and NVFP4 as in conversion.md section 6."""
+    tensors = base_headers()
+    for index in range(64):
+        for name in layer_headers(f"{TRUNK}layers.{index}.", index % 4 == 3):
+            (to_nvfp4 if ".mlp." in name and index < 56 else to_fp8)(tensors, name)
+    to_fp8(tensors, "lm_head")
+    return tensors
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    tokens = '"vocab": {' + ", ".join(f'"t{i}": {i}' for i in range(131080)) + "}"
+    for name in RESOURCES:
+        text = '{"model": {' + tokens + "}}" if name.endswith("/tokenizer.json") else "{}"
+        (tmp_path / name.removeprefix("frontend/")).write_text(text)
+    np.arange(248320, dtype="<i8").tofile(tmp_path / "counts.i64")
+    return tmp_path
+
+
+def plan(directory: Path, main: Headers, base: Headers | None = None, **options: Any) -> ConversionPlan:
+    other = HeaderCheckpoint(directory, base) if base is not None else None
+    chosen = Options(ranking=directory / "counts.i64", **options)
+    result, _, _, sources = plan_conversion(HeaderCheckpoint(directory, main), other, chosen, lambda _: None)
+    sources[0].unused(sources[1] if other is not None else None)
+    return result
+
+
+def test_there_are_1199_official_tensors() -> None:
+    assert len(base_headers()) == 1199
+
+
+@pytest.mark.parametrize(
+    ("model_id", "weights", "schema", "main", "base"),
+    [
+        ("qwen3.6-27b", "groupwise-int", "groupwise-int", base_headers, None),
+        ("qwen3.8-27b", "groupwise-int", "groupwise-int", base_headers, None),
+        ("qwen3.6-27b", "nvfp4", "nvfp4", packed_headers, base_headers),
+        ("qwen3.8-27b", "nvfp4", "nvfp4", mixed_headers, base_headers),
+    ],
+)
+def test_registered_identities(directory: Path, model_id: str, weights: str, schema: str, main, base) -> None:  # type: ignore[no-untyped-def]
+    result = plan(directory, main(), base() if base else None, weights=weights, model_id=model_id)
+    entry = registered(Identity(model_id, schema))
+    assert result.registered and result.identity == entry.identity
+    lengths = {job.plan.name: job.plan.bytes for job in result.jobs if job.plan.format is None}
+    assert [job.plan for job in result.jobs] == entry.plan(lengths)  # names, shapes, formats and order
+    actions = {job.action for job in result.jobs if "/layers/" in job.plan.name and job.plan.format == "NVFP4"}
+    assert actions <= {"copy"}
+    assert "model/config.json" not in lengths
+
+
+def test_every_official_tensor_is_used(directory: Path) -> None:
+    checkpoint = HeaderCheckpoint(directory, base_headers())
+    options = Options(model_id="qwen3.8-27b", ranking=directory / "counts.i64")
+    _, _, _, sources = plan_conversion(checkpoint, None, options, lambda _: None)
+    assert sources[0].unused(None) == []
+
+
+def test_a_registered_id_refuses_other_objects(directory: Path) -> None:
+    overrides = {"text/layers/5/mlp/down": "Q6G64_F16S"}
+    with pytest.raises(IdentityError, match="another --model-id"):
+        plan(directory, base_headers(), model_id="qwen3.6-27b", overrides=overrides)
+    free = plan(directory, base_headers(), model_id="mine", overrides=overrides)
+    formats = {job.plan.name: job.plan.format for job in free.jobs}
+    assert formats["text/layers/5/mlp/down"] == "Q6G64_F16S" and formats["text/layers/6/mlp/down"] == "Q5G64_F16S"
+    assert not free.registered and "model/config.json" in formats
+    with pytest.raises(IdentityError, match="prescribes other objects"):
+        plan(directory, base_headers(), model_id="qwen3.6-27b", vocabulary="W8")
+    (directory / "preprocessor_config.json").unlink()
+    with pytest.raises(IdentityError, match="preprocessor_config.json"):
+        plan(directory, base_headers(), model_id="qwen3.6-27b")
+
+
+def test_wrong_tensors_are_named(directory: Path) -> None:
+    wrong = base_headers()
+    wrong["mtp.fc.weight"] = ("BF16", (5120, 5120))
+    with pytest.raises(ConfigError, match=r"'mtp.fc.weight' is BF16 \[5120, 5120\]; .*\[5120, 10240\]"):
+        plan(directory, wrong)
+    missing = base_headers()
+    del missing[TRUNK + "layers.9.linear_attn.A_log"]
+    with pytest.raises(ConfigError, match="layers.9.linear_attn.A_log"):
+        plan(directory, missing)
+    extra = base_headers()
+    extra[TRUNK + "layers.64.input_layernorm.weight"] = ("BF16", (5120,))
+    with pytest.raises(ConfigError, match="layers.64.input_layernorm.weight"):
+        plan(directory, extra)
+    both = packed_headers()
+    both[TRUNK + "layers.0.mlp.up_proj.weight"] = ("BF16", (17408, 5120))
+    with pytest.raises(ConfigError, match="packed form"):
+        plan(directory, both, weights="nvfp4")
+    block = base_headers()
+    block[TRUNK + "layers.0.mlp.up_proj.weight"] = ("F8_E4M3", (17408, 5120))
+    block[TRUNK + "layers.0.mlp.up_proj.weight_scale_inv"] = ("BF16", (136, 40))
+    with pytest.raises(ConfigError, match="weight_scale_inv"):
+        plan(directory, block, weights="nvfp4")
+    uneven = mixed_headers()
+    del uneven[TRUNK + "layers.3.self_attn.k_proj.weight_scale"]
+    uneven[TRUNK + "layers.3.self_attn.k_proj.weight"] = ("BF16", (1024, 5120))
+    with pytest.raises(FormatError, match="no common format"):
+        plan(directory, uneven, weights="nvfp4")
