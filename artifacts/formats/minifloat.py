@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,19 +43,24 @@ def e2m1_decode(codes: Array) -> NDArray[np.float32]:
     return wide.view(np.float32)
 
 
-def _round_magnitude(bits: NDArray[np.uint32], drop: int, bias: int, small: float, small_code: float) -> Array:
-    """Codes of non-negative float32 bit patterns, rounded to nearest with ties to the even code.
+def round_to_grid(values: NDArray[np.float32], least_normal: float, fraction_bits: int) -> NDArray[np.float32]:
+    """Round non-negative finite float32 values, in place, to a minifloat's grid: nearest, ties to the even code.
 
-    `drop` low fraction bits go; `bias` is the code of 2^0 shifted so that normal codes continue the exponent field.
-    Below `small` (the least normal value) codes are uniform steps: rint(value * small_code / small).
+    The grid has `fraction_bits` below the leading bit and uniform steps under `least_normal`. Adding and subtracting
+    1.5 * 2^23 steps of a value's binade rounds it to a whole number of steps (the sum's last place is one step).
     """
-    lower = np.uint32((1 << (drop - 1)) - 1)
-    normal = bits + lower + ((bits >> np.uint32(drop)) & np.uint32(1))
-    normal >>= np.uint32(drop)
-    normal -= np.uint32(bias)
-    values = bits.view(np.float32)
-    uniform = np.rint(np.minimum(values, np.float32(small)) * np.float32(small_code / small))
-    return np.where(values < np.float32(small), uniform.astype(np.uint8), normal.astype(np.uint8))
+    magic = (np.maximum(values, np.float32(least_normal)).view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
+    magic *= np.float32(1.5 * 2.0 ** (23 - fraction_bits))
+    values += magic
+    values -= magic
+    return values
+
+
+def magnitudes(values: Array, limit: float) -> NDArray[np.float32]:
+    """|values| as a new float32 array, clamped to `limit`."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32) & np.uint32(0x7FFFFFFF)
+    out = bits.view(np.float32)
+    return np.minimum(out, np.float32(limit), out=out)
 
 
 def e4m3_encode(values: Array) -> NDArray[np.uint8]:
@@ -65,11 +68,20 @@ def e4m3_encode(values: Array) -> NDArray[np.uint8]:
 
     The caller has excluded NaN.
     """
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    magnitude = np.minimum((bits & np.uint32(0x7FFFFFFF)).view(np.float32), np.float32(448)).view(np.uint32)
-    codes: Any = _round_magnitude(magnitude, 20, 120 << 3, 2.0**-6, 8)
-    codes |= (bits >> np.uint32(24)).astype(np.uint8) & np.uint8(0x80)
-    return np.asarray(codes)
+    grid = round_to_grid(magnitudes(values, 448), 2.0**-6, 3)
+    # for normal values the word continues the exponent field; below 2^-6 it counts steps of 2^-9
+    words = ((grid.view(np.uint32) >> np.uint32(20)) - np.uint32(120 << 3)).astype(np.uint8)
+    subnormal = grid < np.float32(2.0**-6)
+    if subnormal.any():
+        words[subnormal] = (grid[subnormal] * np.float32(512)).astype(np.uint8)
+    words |= sign_bits(values, 24)
+    return words
+
+
+def sign_bits(values: Array, shift: int) -> NDArray[np.uint8]:
+    """The sign bit of float32 values moved down by `shift` (24: bit 7, 28: bit 3)."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32) >> np.uint32(shift)
+    return bits.astype(np.uint8) & np.uint8(0x80000000 >> shift)
 
 
 def e2m1_encode(values: Array) -> NDArray[np.uint8]:
@@ -77,8 +89,15 @@ def e2m1_encode(values: Array) -> NDArray[np.uint8]:
 
     The caller has excluded NaN.
     """
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    magnitude = np.minimum((bits & np.uint32(0x7FFFFFFF)).view(np.float32), np.float32(6)).view(np.uint32)
-    codes: Any = _round_magnitude(magnitude, 22, 126 << 1, 1.0, 2)
-    codes |= (bits >> np.uint32(28)).astype(np.uint8) & np.uint8(8)
-    return np.asarray(codes)
+    codes = e2m1_codes(round_to_grid(magnitudes(values, 6), 1, 1))
+    codes |= sign_bits(values, 28)
+    return codes
+
+
+def e2m1_codes(grid: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Codes 0..7 of the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; doubled they are 0..4, 6, 8, 12."""
+    doubled = (grid + grid).astype(np.uint8)
+    codes = doubled - (doubled >= 6).view(np.uint8)
+    codes -= (doubled >= 8).view(np.uint8)
+    codes -= (doubled >= 12).view(np.uint8) * np.uint8(3)
+    return codes

@@ -10,7 +10,7 @@ import numpy as np
 from artifacts.errors import FormatError, PayloadError
 
 from .base import Array, EncodedTensor, Fields, NumericFormat, as_source, for_row_blocks, widen
-from .minifloat import E4M3_MAX_WORD, E4M3_VALUES, e2m1_decode, e2m1_encode, e4m3_encode
+from .minifloat import E4M3_MAX_WORD, E4M3_VALUES, e2m1_codes, e2m1_decode, e4m3_encode, round_to_grid, sign_bits
 
 SCALE_METHODS = ("absmax", "mse")
 # Largest E2M1 magnitude that the group maximum may be mapped to, tried in this order; ties keep the first.
@@ -86,47 +86,63 @@ class Nvfp4Format(NumericFormat):
         rows, columns = source.shape
         if columns % 16:
             raise FormatError(f"NVFP4: K must be a multiple of 16, not {columns}")
+        # Element of a group first: then every step below runs over long rows, and a group's sum has a fixed order.
+        turned = np.ascontiguousarray(source.reshape(-1, 16).T)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            y = (source * np.float32(divisor)).reshape(rows, columns // 16, 16)
-            magnitude = (y.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(axis=-1)
-            if int(magnitude.max()) >= 0x7F800000:
+            turned *= np.float32(divisor)
+            y = (turned.view(np.uint32) & np.uint32(0x7FFFFFFF)).view(np.float32)
+            bmax: Array = y.view(np.uint32).max(axis=0).view(np.float32)
+            if int(bmax.view(np.uint32).max()) >= 0x7F800000:
                 raise FormatError("NVFP4: input is not finite, or overflows when multiplied by the divisor")
-            bmax = magnitude.view(np.float32)
-            if scale == "absmax":
-                words, codes = self._quantize(y, bmax, MSE_TARGETS[0])
-            else:
-                words, codes = self._search(y, bmax)
-        return {"codes": codes.reshape(rows, columns), "scales": words, "divisor": np.asarray(divisor, np.float32)}
+            words = self._scale_words(bmax, MSE_TARGETS[0]) if scale == "absmax" else self._search(y, bmax)
+            codes = e2m1_codes(self._on_grid(y, self._scales(words)))
+        codes |= sign_bits(turned, 28)
+        codes[:, words == 0] = 0
+        return {
+            "codes": np.ascontiguousarray(codes.T).reshape(rows, columns),
+            "scales": words.reshape(rows, columns // 16),
+            "divisor": np.asarray(divisor, np.float32),
+        }
 
     @staticmethod
-    def _quantize(y: Array, bmax: Array, target: float) -> tuple[Array, Array]:
+    def _scale_words(bmax: Array, target: float) -> Array:
         words = e4m3_encode(np.minimum(bmax / np.float32(target), np.float32(448)))
         words[(words == 0) & (bmax > 0)] = 1
-        scales = E4M3_VALUES[words]
-        scales[words == 0] = np.inf  # an all-zero group: every quotient is a zero of its sign
-        codes = e2m1_encode(y / scales[:, :, None])
-        codes[words == 0] = 0
-        return words, codes
-
-    def _search(self, y: Array, bmax: Array) -> tuple[Array, Array]:
-        best_words, best_codes = self._quantize(y, bmax, MSE_TARGETS[0])
-        best = self._squared_error(y, best_words, best_codes)
-        for target in MSE_TARGETS[1:]:
-            words, codes = self._quantize(y, bmax, target)
-            error = self._squared_error(y, words, codes)
-            better = error < best
-            best_words = np.where(better, words, best_words)
-            np.copyto(best_codes, codes, where=better[:, :, None])
-            best = np.where(better, error, best)
-        return best_words, best_codes
+        return words
 
     @staticmethod
-    def _squared_error(y: Array, words: Array, codes: Array) -> Array:
-        """Per group, in units of the divided value; summed in float64 so that the choice is not a rounding accident."""
-        difference = e2m1_decode(codes) * E4M3_VALUES[words][:, :, None]
-        difference -= y
-        error: Array = np.einsum("rgk,rgk->rg", difference, difference, dtype=np.float64, casting="same_kind")
-        return error
+    def _scales(words: Array) -> Array:
+        """Scale values; 1 for the word 0, whose groups hold only zeros."""
+        scales: Array = E4M3_VALUES[words]
+        scales[words == 0] = 1
+        return scales
+
+    @staticmethod
+    def _on_grid(y: Array, scales: Array) -> Array:
+        """E2M1 magnitudes nearest to y / scale."""
+        quotient = y / scales
+        return round_to_grid(np.minimum(quotient, np.float32(6), out=quotient), 1, 1)
+
+    def _search(self, y: Array, bmax: Array) -> Array:
+        """Scale words with the least squared error among MSE_TARGETS; y are magnitudes [16, groups]."""
+        best_words: Array | None = None
+        best: Array | None = None
+        for target in MSE_TARGETS:
+            words = self._scale_words(bmax, target)
+            scales = self._scales(words)
+            difference = self._on_grid(y, scales)
+            difference *= scales
+            difference -= y
+            difference *= difference
+            error = difference.sum(axis=0)
+            if best is None or best_words is None:
+                best_words, best = words, error
+            else:
+                better = error < best
+                np.copyto(best_words, words, where=better)
+                np.copyto(best, error, where=better)
+        assert best_words is not None
+        return best_words
 
     def encode(self, values: Array, *, threads: int | None = None, scale: str = "absmax") -> EncodedTensor:
         """Encode [N,K] float32, float16 or BF16 words (uint16); the divisor is that of the whole array."""
