@@ -23,8 +23,8 @@ DEFAULT_SEEDS = (0, 1, 2, 3)
 
 def to_bf16(values: Array) -> Array:
     """float array -> uint16 bfloat16 bits, nearest even (float64 input is rounded once); NaN becomes 0x7fff."""
-    wide = np.asarray(values, np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # signalling NaNs and overflow are part of the format
+        wide = np.asarray(values, np.float64)
         single = wide.astype(np.float32)
     bits = np.ascontiguousarray(single).view(np.uint32).reshape(single.shape).astype(np.uint64)
     # Round to odd: where the step to float32 lost something, the last bit is set on the exact side, so that the second

@@ -152,6 +152,32 @@ NINFERC_KERNEL(probe, 32, 1)(u32* words, u64* longs, f32* floats) {
   prefetch_l2(words);
   prefetch_l2_bulk(words, 1024);
 }""",
+    "wgmma": """
+#include <ninferc/base/wgmma.cuh>
+using namespace ninferc;
+template <u32 n> NINFERC_DEVICE void products(f32* out, u32 base) {
+#if NINFERC_HAS_WGMMA
+  WgmmaPipe pipe;
+  f32 d[n / 2] = {};
+  const u32 a[4] = {1, 2, 3, 4};
+  pipe.fence();
+  pipe.multiply<n>(d, a, wgmma_descriptor(base));
+  pipe.multiply<n>(d, wgmma_descriptor(base), wgmma_descriptor(base + 8192));
+  pipe.commit();
+  pipe.wait<0>();
+  for (u32 i = 0; i < n / 2; ++i) out[i * 128 + threadIdx.x] = d[i];
+#endif
+}
+NINFERC_KERNEL(probe, 128, 1)(f32* out) {
+  NINFERC_DYNAMIC_SMEM(smem);
+#if NINFERC_HAS_WGMMA
+  lower_registers<232>();
+#endif
+  products<64>(out, shared_address(smem));
+  products<128>(out, shared_address(smem));
+  products<176>(out, shared_address(smem));
+  products<256>(out, shared_address(smem));
+}""",
     "math": """
 #include <ninferc/base/math.cuh>
 using namespace ninferc;
