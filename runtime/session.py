@@ -56,6 +56,7 @@ class Lane:
     request: Request
     slot: int
     pages: list[int]
+    start: int  # first step of this request: results of earlier steps belong to the lane's last one
     fed: int = 0
     queued: int = 0
     produced: int = 0
@@ -135,7 +136,7 @@ class Session:
         if count > len(self._free_pages):
             raise RequestError(f"the request needs {count} KV pages, {len(self._free_pages)} are free")
         pages, self._free_pages = self._free_pages[:count], self._free_pages[count:]
-        entry = Lane(index, request, self._free_slots.pop(0), pages)
+        entry = Lane(index, request, self._free_slots.pop(0), pages, self.step)
         self._lanes[index] = entry
         self._write_lane(entry)
         return index
@@ -268,6 +269,8 @@ class Session:
         if result.fault:
             raise EngineFault(f"step {result.step}: the device reports {DeviceFault(result.fault).name}")
         for index, lane in list(self._lanes.items()):
+            if result.step < lane.start:
+                continue
             state = result.lanes[index]
             lane.queued = state.length
             if state.emitted is None:
@@ -291,7 +294,8 @@ class Session:
             raise RequestError(f"{len(ids)} ids exceed --max-context {self.limits.max_context}")
         phase = self.program.phases["score"]
         logits = next(name for name in phase.values if name.startswith("logits"))
-        lane = Lane(0, Request(list(ids), 1), self._free_slots[0], self._free_pages[: -(-len(ids) // PAGE)])
+        lane = Lane(0, Request(list(ids), 1), self._free_slots[0], self._free_pages[: -(-len(ids) // PAGE)],
+                    self.step)
         self._write_lane(lane)
         for start in range(0, len(ids), phase.width):
             count = min(phase.width, len(ids) - start)

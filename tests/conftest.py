@@ -15,8 +15,8 @@ def kernel_backend(request: pytest.FixtureRequest) -> EmulatorLauncher | GpuLaun
     if request.param == "emulator":
         from tests.emulator import toolchain
 
-        if not toolchain.available():
-            pytest.skip("no host C++ compiler: the emulator needs g++, clang++ or the ziglang wheel")
+        if reason := toolchain.missing_reason():
+            pytest.skip(reason)
         return EmulatorLauncher()
     if not _gpu:
         _gpu.append(GpuLauncher())

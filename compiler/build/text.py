@@ -21,6 +21,12 @@ from compiler.model.bind import Binding, Product
 from compiler.model.spec import GDN, ModelSpec
 
 ROW_PARALLEL_SEGMENTS = 2  # decision 6: o, out and down sum their K in two parts at every tp
+CUT = 128  # columns at which every quantised layout may be cut (spec/tp2.md §4)
+
+
+def segments_of(k: int) -> int:
+    """Parts in which a row-parallel product sums its K: two where K can be cut for two ranks, else one."""
+    return ROW_PARALLEL_SEGMENTS if k % (ROW_PARALLEL_SEGMENTS * CUT) == 0 else 1
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ class _PhaseBuilder:
     def _out(self, layer: int, x: Ref, product: Product, residual: Ref) -> Ref:
         y = self.activation("x", self.spec.hidden)
         self.add("linear_residual", {"x": x, "w": self.weight(product.source), "residual": residual}, {"y": y},
-                 layer=layer, segments=ROW_PARALLEL_SEGMENTS)  # fmt: skip
+                 layer=layer, segments=segments_of(product.shape[1]))  # fmt: skip
         return y
 
     def _attention(self, layer: int, x: Ref) -> Ref:

@@ -90,11 +90,13 @@ NINFERC_DEVICE void advance(const i32* sampled, const i32* run_ncols, const i32*
     st_volatile(entry + 1, ld_global<i32>(step + fault));
     st_volatile(entry + 2, i32(all_lanes));
     st_volatile(entry + 3, i32(0));
-    st_global(step + step_number, number + 1);
   }
   fence_sys();
   sync_block();
-  if (threadIdx.x == 0) st_volatile(entry, number + 1);  // last: the entry is complete
+  if (threadIdx.x == 0) {
+    st_global(step + step_number, number + 1);  // after the barrier: the other lanes read the old number
+    st_volatile(entry, number + 1);             // last: the entry is complete
+  }
 }
 
 }  // namespace ninferc::control
