@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from artifacts.convert import Options, convert
+from artifacts.convert import SHIPPED, Options, convert
 from artifacts.convert.write import Progress as Tick
 
 
@@ -72,6 +72,8 @@ def convert_command(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.ninfer.")] = False,
 ) -> None:
     """Convert a checkpoint directory to a .ninfer artifact, with a report in OUT.ninfer.conversion.json."""
+    if weights not in SHIPPED and not weights.endswith(".toml"):
+        raise typer.BadParameter(f"{weights!r}: {', '.join(SHIPPED)} or a recipe file (.toml)", param_hint="--weights")
     options = Options(
         weights=weights,
         model_id=model_id,

@@ -36,7 +36,14 @@ def test_options_reach_the_conversion(app: typer.Typer, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "extra",
-    [["--vocabulary", "Q8"], ["--scale", "best"], ["--override", "x"], ["--override", "=W8"], ["--threads", "0"]],
+    [
+        ["--vocabulary", "Q8"],
+        ["--scale", "best"],
+        ["--override", "x"],
+        ["--override", "=W8"],
+        ["--threads", "0"],
+        ["--weights", "int4"],
+    ],
 )
 def test_usage_errors(app: typer.Typer, tmp_path: Path, extra: list[str]) -> None:
     directory = make.write_checkpoint(tmp_path / "m", make.text_tensors())

@@ -12,6 +12,7 @@ from artifacts.convert import Options, convert
 from artifacts.errors import ConfigError, FormatError, PayloadError
 from artifacts.formats import FORMATS, EncodedTensor, Fields, bf16_to_f32, f32_to_bf16
 from artifacts.layouts import LAYOUTS, decode
+from artifacts.tools.verify import verify
 from tests.convert import checkpoints as make
 
 Q, G = make.QUERY_ROWS, make.DIM
@@ -414,6 +415,17 @@ def test_vision_is_kept_on_request_only(tmp_path: Path) -> None:
     bare = make.write_checkpoint(tmp_path / "n", make.text_tensors("model.language_model."), config)
     with pytest.raises(ConfigError, match="no vision tensors"):
         convert(bare, tmp_path / "c.ninfer", Options(vision=True))
+
+
+def test_artifacts_pass_verification(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_5", "text_config": make.TEXT_CONFIG}
+    for name, tensors in (("packed", packed_checkpoint()), ("mixed", mixed_checkpoint())):
+        directory = make.write_checkpoint(tmp_path / name, tensors, config)
+        convert(directory, tmp_path / f"{name}.ninfer", Options("nvfp4"))
+        assert verify(container.open(tmp_path / f"{name}.ninfer"), deep=True) == []
+    plain = make.write_checkpoint(tmp_path / "plain", make.text_tensors())
+    convert(plain, tmp_path / "plain.ninfer")
+    assert verify(container.open(tmp_path / "plain.ninfer"), deep=True) == []
 
 
 def test_encoded_tensors_of_an_artifact_are_legal(tmp_path: Path) -> None:
