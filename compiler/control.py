@@ -63,13 +63,15 @@ PF_WORDS = 4
 
 @dataclass(frozen=True)
 class ControlLimits:
-    """Extents of the control block. ``pages_per_row`` = ceil(max_context / 64); ``records`` = widest decode step."""
+    """Extents of the control block. ``chunk`` and ``score_chunk`` are the columns of the prefill and the scoring phase,
+    ``records`` those of the widest decode step. ``pages_per_row`` = ceil(max_context / 64)."""
 
     lanes: int
     slots: int
     max_context: int
     pages: int
     chunk: int
+    score_chunk: int
     records: int
     vocab_rows: int
     vocab_ids: int
@@ -109,6 +111,8 @@ def control_tables(limits: ControlLimits, rank: int = 0) -> dict[str, Value]:
         "pf_lane_len": (1,),
         "pf_tokens": (limits.chunk,),
         "pf_positions": (3, limits.chunk),
+        "sc_tokens": (limits.score_chunk,),
+        "sc_positions": (3, limits.score_chunk),
         "inv_freq": (2, limits.rotary_pairs),
         "queue": (b, limits.queue),
         "page_table": (b, limits.pages_per_row),

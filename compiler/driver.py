@@ -151,6 +151,7 @@ def limits_of(spec: ModelSpec, options: CompileOptions) -> ControlLimits:
         max_context=options.max_context,
         pages=pages,
         chunk=chunk,
+        score_chunk=min(chunk, max(SCORE_LOGITS // (2 * spec.vocab_rows) // 128 * 128, 128)),
         records=max(width for _, width in pairs),
         vocab_rows=spec.vocab_rows,
         vocab_ids=spec.vocab_ids,
@@ -159,14 +160,12 @@ def limits_of(spec: ModelSpec, options: CompileOptions) -> ControlLimits:
     )
 
 
-def phase_requests(spec: ModelSpec, options: CompileOptions) -> list[PhaseRequest]:
+def phase_requests(limits: ControlLimits, options: CompileOptions) -> list[PhaseRequest]:
     """The graphs of a program: decode pairs, one prefill chunk, and scoring (all-column head)."""
     requests = [PhaseRequest(f"decode{b}x{t}", "decode", b, t) for b, t in options.decode_pairs()]
-    requests.append(PhaseRequest("prefill", "prefill", 1, options.prefill_chunk))
+    requests.append(PhaseRequest("prefill", "prefill", 1, limits.chunk))
     if options.score:
-        fits = max(SCORE_LOGITS // (2 * spec.vocab_rows) // 128 * 128, 128)
-        width = min(options.prefill_chunk, fits)
-        requests.append(PhaseRequest("score", "prefill", 1, width, all_columns=True, sample=False))
+        requests.append(PhaseRequest("score", "prefill", 1, limits.score_chunk, all_columns=True, sample=False))
     return requests
 
 
@@ -218,7 +217,7 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
     limits = limits_of(spec, options)
     items = max(work_items(b, t, spec.heads, spec.kv_heads) for b, t in options.decode_pairs())
     builder = TextBuilder(spec, bind(artifact, spec), limits, items)
-    graphs = [check(lower(check(builder.build(request)))) for request in phase_requests(spec, options)]
+    graphs = [check(lower(check(builder.build(request)))) for request in phase_requests(limits, options)]
     placements, regions = place_shared(builder)
     phases: dict[str, Phase] = {}
     specs: dict[str, KernelSpec] = {}

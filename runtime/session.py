@@ -293,7 +293,7 @@ class Session:
         if len(ids) > self.limits.max_context:
             raise RequestError(f"{len(ids)} ids exceed --max-context {self.limits.max_context}")
         phase = self.program.phases["score"]
-        logits = next(name for name in phase.values if name.startswith("logits"))
+        logits = phase.outputs[0]
         lane = Lane(0, Request(list(ids), 1), self._free_slots[0], self._free_pages[: -(-len(ids) // PAGE)],
                     self.step)
         self._write_lane(lane)
@@ -304,9 +304,9 @@ class Session:
             for table, value in (("pf_lane_slot", lane.slot), ("pf_lane_page_row", 0), ("pf_lane_ncols", count),
                                  ("pf_lane_len", start)):  # fmt: skip
                 write(at, table, [value], (0,))
-            write(at, "pf_tokens", list(ids[start : start + count]), (0,))
+            write(at, "sc_tokens", list(ids[start : start + count]), (0,))
             for axis in range(3):
-                write(at, "pf_positions", list(range(start, start + count)), (axis, 0))
+                write(at, "sc_positions", list(range(start, start + count)), (axis, 0))
             self._launch("score")
             self._collect(self.step)
             yield self.backend.read_activation("score", logits, count)

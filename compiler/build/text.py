@@ -92,7 +92,13 @@ class _PhaseBuilder:
     # -- values
 
     def table(self, name: str) -> Ref:
-        """A table of this phase's set: prefill has its own (prefix ``pf_``) of those that both sets hold."""
+        """A table of this phase's set: prefill has its own (prefix ``pf_``) of those that both sets hold; what holds one
+        entry per column has the phase's extent."""
+        if name in ("tokens", "positions"):
+            if not self.prefill:
+                shape = (self.columns,) if name == "tokens" else (3, self.columns)
+                return self.graph.add_value(Value(name, TensorType(shape, "i32"), Kind.ACTIVATION))
+            return self.shared(("sc_" if self.request.all_columns else "pf_") + name)
         prefixed = "pf_" + name
         chosen = prefixed if self.prefill and prefixed in self.owner.shared else name
         return self.graph.add_value(self.owner.shared[chosen])
@@ -280,6 +286,7 @@ class _PhaseBuilder:
         advance = dict(run)
         if request.sample or request.all_columns:
             logits = self.activation("logits", spec.vocab_rows, rows=rows)
+            self.graph.outputs.add(logits.value)
             self.add("linear", {"x": hidden, "w": self.weight(self.owner.binding.head.source)}, {"y": logits}, segments=1,
                      f32=False)  # fmt: skip
         if request.sample:

@@ -23,6 +23,7 @@ class OpGraph:
     phase: str
     lanes: int
     width: int
+    outputs: set[str] = field(default_factory=set)  # activations that the host may read after the phase
     values: dict[str, Value] = field(default_factory=dict)
     dag: nx.DiGraph = field(default_factory=nx.DiGraph)
     _writer: dict[str, int] = field(default_factory=dict)

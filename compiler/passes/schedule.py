@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from artifacts.layouts import get_layout
 from compiler.ir.graph import OpGraph
-from compiler.ir.op import Op
+from compiler.ir.op import Op, definition
 from compiler.ir.types import DTYPE_BYTES, IRError, Kind, Ref, Value
 from compiler.kernels.spec import KernelSpec
 from compiler.passes import memory
@@ -77,7 +77,8 @@ class Scheduler:
             )
         kept = {name: p for name, p in placements.items() if not name.startswith("call")}
         values = {name: v for name, v in self.graph.values.items() if v.kind is Kind.ACTIVATION}
-        phase = Phase(self.graph.name, self.graph.phase, self.graph.lanes, self.graph.width, tuple(calls), values, kept)
+        phase = Phase(self.graph.name, self.graph.phase, self.graph.lanes, self.graph.width, tuple(calls), values, kept,
+                      tuple(sorted(self.graph.outputs)))
         return phase, sizes
 
     def _counters(self, group: Group) -> dict[str, Placement]:
@@ -103,9 +104,8 @@ class Scheduler:
                 self.lifetimes.append(memory.Lifetime(buffer, nbytes, index, index, group.rank))
         for name, start in first.items():
             value = self.graph.values[name]
-            self.lifetimes.append(
-                memory.Lifetime(name, value.nbytes, start, self.accesses[name][-1], value.rank)
-            )
+            last = len(self.groups) - 1 if name in self.graph.outputs else self.accesses[name][-1]
+            self.lifetimes.append(memory.Lifetime(name, value.nbytes, start, last, value.rank))
 
     def _hazards(self) -> set[tuple[int, int]]:
         owner = {node: index for index, group in enumerate(self.groups) for node in group.nodes}
@@ -117,6 +117,7 @@ class Scheduler:
 
     def _args(self, group: Group, placements: Mapping[str, Placement], scratch: Mapping[str, Placement]) -> list[Arg]:
         out = []
+        absent = {name for op in group.ops for name in definition(op.kind).optional} - set(group.operands)
         for name in group.spec.args:
             if name in group.spec.scalars:
                 number = group.spec.scalars[name]
@@ -129,6 +130,10 @@ class Scheduler:
             elif name.endswith("_stride") and name[: -len("_stride")] in group.operands:
                 ref = group.operands[name[: -len("_stride")]]
                 out.append(Arg(name, "int", number=self.graph.values[ref.value].type.shape[-1]))
+            elif name in absent:
+                out.append(Arg(name, "null"))
+            elif name.endswith("_stride") and name[: -len("_stride")] in absent:
+                out.append(Arg(name, "int"))
             else:
                 base, _, plane = name.rpartition("_")
                 if plane not in PLANES or base not in group.operands:

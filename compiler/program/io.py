@@ -95,6 +95,7 @@ def to_json(program: Program) -> dict[str, Any]:
                 "width": p.width,
                 "values": {n: _value_json(v) for n, v in p.values.items()},
                 "placements": {n: _place_json(x) for n, x in p.placements.items()},
+                "outputs": p.outputs,
                 "calls": [_call_json(call) for call in p.calls],
             }
             for name, p in program.phases.items()
@@ -228,6 +229,7 @@ def load(folder: Path) -> Program:
                 tuple(_call(i, call) for i, call in enumerate(p["calls"])),
                 {n: _value(n, v) for n, v in p["values"].items()},
                 {n: _place(x) for n, x in p["placements"].items()},
+                tuple(p["outputs"]),
             )
             for name, p in data["phases"].items()
         }

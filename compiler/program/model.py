@@ -72,7 +72,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Phase:
-    """One graph: B lanes × T columns. ``placements`` are those of its activations, in region WORK."""
+    """One graph: B lanes × T columns. ``placements`` are those of its activations, in region WORK;
+    ``outputs`` are activations that stay readable until the next launch."""
 
     name: str
     phase: str
@@ -81,6 +82,7 @@ class Phase:
     calls: tuple[Call, ...]
     values: Mapping[str, Value]
     placements: Mapping[str, Placement]
+    outputs: tuple[str, ...] = ()
 
     @property
     def columns(self) -> int:

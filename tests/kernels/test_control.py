@@ -26,7 +26,7 @@ from runtime.control import Ingress, sampling_words
 from runtime.vm.context import VMContext
 from tests.emulator.harness import assert_close_to_fp64, from_bf16, poisoned, to_bf16
 
-LIMITS = ControlLimits(lanes=3, slots=4, max_context=300, pages=15, chunk=128, records=4, vocab_rows=520, vocab_ids=500,
+LIMITS = ControlLimits(lanes=3, slots=4, max_context=300, pages=15, chunk=128, score_chunk=128, records=4, vocab_rows=520, vocab_ids=500,
                        kv_heads=2, rotary_pairs=4, queue=64)  # fmt: skip
 CAPS = caps("sm_90a")
 TABLES = control_tables(LIMITS)
