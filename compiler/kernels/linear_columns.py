@@ -1,0 +1,263 @@
+"""Decode product y[C, N] = x[C, K] Wᵀ for up to 64 columns (templates/include/ninferc/linear/geometry.cuh).
+
+What fixes the bits of a result is here in one function, ``slices_of``: it looks at K of one segment only. Everything else
+(``Tile``) is a matter of speed and may differ between cards, column counts and tunings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+
+from compiler.ir.op import Op, require
+from compiler.ir.types import IRError, TensorType
+from compiler.kernels.spec import DeviceCaps, KernelSpec
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+# artifact name -> (name in kernels, bytes of 128 columns in the code plane, pitch of a row's high bits and bytes of the
+# scales of 16 rows in a stage); the figures repeat those of geometry.cuh, which checks the sum
+FORMATS = {
+    "BF16": ("bf16", 256, 0, 0),
+    "Q4G64_F16S": ("q4g64", 64, 0, 64),
+    "Q5G64_F16S": ("q5g64", 64, 16, 64),
+    "Q6G64_F16S": ("q6g64", 64, 48, 64),
+    "W8G32_F16S": ("w8g32", 128, 0, 128),
+    "NVFP4": ("nvfp4", 64, 0, 128),
+    "FP8_E4M3FN_ROW_BF16S": ("fp8_row", 128, 0, 0),
+}
+GROUPED = frozenset({"q4g64", "q5g64", "q6g64", "w8g32"})
+CHUNK = 128
+MAX_SLICES = 8
+MIN_CHUNKS = 5  # chunks of a slice below which its share of the final sum costs too much
+
+
+@dataclass(frozen=True)
+class Product:
+    """What is computed. ``format`` is the artifact's name, ``n`` counts weight rows (gate and up), ``columns`` real ones."""
+
+    format: str
+    n: int
+    k: int
+    columns: int
+    segments: int = 1
+    epilogue: str = "store"  # store, store_f32, swiglu, residual
+    norm: bool = False  # rmsnorm of x in the prologue
+
+    @property
+    def kernel_format(self) -> str:
+        return FORMATS[self.format][0]
+
+    @property
+    def bucket(self) -> int:
+        return next(b for b in BUCKETS if b >= self.columns)
+
+    @property
+    def outputs(self) -> int:
+        return self.n // 2 if self.epilogue == "swiglu" else self.n
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of one segment."""
+        return ceil(self.k // self.segments / CHUNK)
+
+    @property
+    def slices(self) -> int:
+        return slices_of(self.k // self.segments)
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 16 outputs."""
+        return ceil(self.outputs / 16)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How it is computed: see geometry.cuh. ``blocks_per_sm``: resident blocks that the grid is sized for (0: one block
+    per tile). ``release``: when dependents may start: early, late or end."""
+
+    mtiles: int
+    warps_r: int
+    warps_k: int
+    stages: int
+    resident: bool
+    blocks_per_sm: int
+    release: str = "late"
+
+
+def slices_of(k_segment: int) -> int:
+    """Slices that K of one segment is cut into: at most 8 of at least 5 chunks, so that the fewest warps idle."""
+    chunks = ceil(k_segment / CHUNK)
+    allowed = [s for s in range(1, MAX_SLICES + 1) if chunks // s >= MIN_CHUNKS] or [1]
+    return min(allowed, key=lambda s: (ceil(chunks / s) * s, -s))
+
+
+def shared_bytes(product: Product, tile: Tile) -> int:
+    """Dynamic shared memory of a block (LinearGeometry::smem_bytes; the template asserts that they agree)."""
+    _, code_bytes, high_pitch, scale_bytes = FORMATS[product.format]
+    stage = tile.mtiles * (16 * code_bytes + 16 * high_pitch + scale_bytes)
+    units = tile.mtiles * ceil(product.bucket / 8)
+    sums = product.segments * product.slices * units * 512 if tile.warps_k > 1 else 0
+    if tile.resident:
+        x = product.bucket * (product.segments * product.chunks * 256 + 64)
+    else:
+        x = tile.stages * tile.warps_k * product.bucket * 320
+    norm = product.bucket * 36 if product.norm else 0
+    ring = ceil((x + norm) / 128) * 128 + tile.warps_r * tile.warps_k * tile.stages * stage
+    return ring + tile.warps_r * sums * (2 if tile.resident else 1)
+
+
+def problem(product: Product, caps: DeviceCaps) -> str | None:
+    """Why no kernel of this family can compute the product on the target; None if one can."""
+    if product.format not in FORMATS:
+        return f"weights in {product.format}; a product takes {', '.join(FORMATS)}"
+    if not caps.bf16_mma:
+        return f"{caps.arch} has no bf16 matrix instructions (sm_80 and later have)"
+    if product.columns > BUCKETS[-1]:
+        return f"{product.columns} columns; at most {BUCKETS[-1]} are supported"
+    if product.k % (8 * product.segments):
+        return f"K = {product.k} in {product.segments} segments; a multiple of 8 columns per segment is needed"
+    if product.segments > 1 and product.kernel_format in GROUPED and product.k // product.segments % CHUNK:
+        return f"K = {product.k} in {product.segments} segments; {product.format} needs multiples of {CHUNK}"
+    if product.kernel_format == "nvfp4" and (product.outputs % 128 or product.k // product.segments % 64):
+        return f"[{product.n}, {product.k}] in NVFP4; outputs in multiples of 128 and K per segment of 64 are needed"
+    if product.epilogue == "swiglu" and product.n % 2:
+        return f"{product.n} rows of gate and up; an even number is needed"
+    return None
+
+
+def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
+    """Whether the tile is legal for the product and its shared memory available ``blocks_per_sm`` times."""
+    warps, all_slices = tile.warps_r * tile.warps_k, product.segments * product.slices
+    subtiles = tile.mtiles // 2 if product.epilogue == "swiglu" else tile.mtiles
+    if all_slices % tile.warps_k or warps > 32 or tile.warps_r + tile.warps_k > 15 or subtiles < 1:
+        return False
+    if product.norm and not tile.resident:
+        return False
+    smem = shared_bytes(product, tile)
+    return smem <= caps.smem_block and max(1, tile.blocks_per_sm) * (smem + 1024) <= caps.smem_sm
+
+
+def candidates(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
+    """Legal tiles worth measuring, the built-in choice first."""
+    first = choose(product, caps)
+    yield first
+    unit = 2 if product.epilogue == "swiglu" else 1
+    all_slices = product.segments * product.slices
+    if product.bucket <= 8:
+        grid = [(m, r, all_slices, s, resident, b) for m in (unit, 2 * unit) for r in (1, 2, 3) for s in (3, 4, 6)
+                for resident in (True, False) for b in (0, 1, 2, 3)]  # fmt: skip
+    else:
+        grid = [(unit, r, wk, s, False, b) for r in (2, 4, 8) for wk in (1, 2, 4) for s in (3, 4) for b in (0, 1, 2)]
+    for mtiles, warps_r, warps_k, stages, resident, blocks in grid:
+        tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, first.release)
+        warps = warps_r * warps_k * max(1, blocks)
+        if tile != first and fits(product, tile, caps) and 8 <= warps <= 32:
+            yield tile
+
+
+def choose(product: Product, caps: DeviceCaps) -> Tile:
+    """The built-in choice. Raises IRError when no tile fits the target."""
+    unit = 2 if product.epilogue == "swiglu" else 1
+    all_slices = product.segments * product.slices
+    options: list[Tile] = []
+    if product.bucket <= 8:
+        per_sm = max(1, 16 // all_slices)  # about 16 warps per multiprocessor
+        few = product.row_tiles <= 3 * caps.sms  # all tiles at once: one per block
+        for stages in (4, 3):
+            for resident in (True, False):
+                if few:
+                    options.append(Tile(unit, 1, all_slices, stages, resident, 0))
+                else:
+                    options.append(Tile(unit, 1, all_slices, stages, resident, 2))
+                    options.append(Tile(unit, per_sm, all_slices, stages, resident, 1))
+                options.append(Tile(unit, 1, all_slices, stages, resident, 1))
+    else:
+        warps_r = 8 if product.row_tiles >= 8 * caps.sms else 4 if product.row_tiles >= 4 * caps.sms else 2
+        for r in (warps_r, 4, 2, 8):
+            for k in (8 // r, 1):
+                for stages in (4, 3):
+                    options.append(Tile(unit, r, max(1, k), stages, False, 0))
+    for tile in options:
+        if fits(product, tile, caps):
+            return replace(tile, release="early" if weight_bytes(product) < 24 << 20 else "late")
+    raise IRError(f"product [{product.n}, {product.k}] {product.format} at {product.bucket} columns: no tile fits the "
+                  f"{caps.smem_block} bytes of shared memory of {caps.arch}")  # fmt: skip
+
+
+def weight_bytes(product: Product) -> int:
+    """Bytes of codes, high bits and scales, padding of K left out."""
+    bits = {"bf16": 16.0, "q4g64": 4.25, "q5g64": 5.25, "q6g64": 6.25, "w8g32": 8.5, "nvfp4": 4.5, "fp8_row": 8.0}
+    return int(product.n * product.k * bits[product.kernel_format] / 8)
+
+
+def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) -> KernelSpec:
+    """The kernel of ``product`` with ``tile``. Raises IRError naming what is not supported."""
+    if reason := problem(product, caps):
+        raise IRError(f"product: {reason}")
+    if not fits(product, tile, caps):
+        raise IRError(f"product [{product.n}, {product.k}]: tile {tile} does not fit {caps.arch}")
+    swiglu, norm = product.epilogue == "swiglu", product.norm
+    subtiles = tile.mtiles // 2 if swiglu else tile.mtiles
+    blocks = ceil(product.row_tiles / (subtiles * tile.warps_r))
+    if tile.blocks_per_sm:
+        blocks = min(blocks, caps.sms * tile.blocks_per_sm)
+    threads, smem = 32 * tile.warps_r * tile.warps_k, shared_bytes(product, tile)
+    suffix = {"store": "", "store_f32": "_f32", "swiglu": "_swiglu", "residual": "_residual"}[product.epilogue]
+    if product.segments > 1:
+        suffix = f"_s{product.segments}{suffix}"
+    args = ["x", "x_stride", "w_codes", "w_high", "w_scales", "w_divisor"]
+    scalars: dict[str, int | float] = {"columns": product.columns}
+    if norm:
+        args.append("norm_w")
+    if product.epilogue == "residual":
+        args += ["residual", "residual_stride"]
+    args += ["y", "y_stride", "columns"]
+    if norm:
+        args.append("eps")
+        scalars["eps"] = eps
+    return KernelSpec(
+        entry=f"linear_{product.kernel_format}_n{product.n}_k{product.k}_c{product.bucket}{suffix}{'_norm' if norm else ''}"
+        f"_{caps.arch.replace('_', '')}",
+        template="linear_columns.cu.j2",
+        params={"format": product.kernel_format, "n": product.n, "k": product.k, "bucket": product.bucket,
+                "segments": product.segments, "slices": product.slices, "mtiles": tile.mtiles, "warps_r": tile.warps_r,
+                "warps_k": tile.warps_k, "stages": tile.stages, "resident": tile.resident, "norm": norm,
+                "epilogue": product.epilogue, "release": tile.release, "threads": threads, "smem": smem,
+                "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
+        grid=(blocks, 1, 1),
+        block=threads,
+        smem=smem,
+        args=tuple(args),
+        scalars=scalars,
+        reason=f"{blocks} blocks of {tile.warps_r} x {tile.warps_k} warps, {16 * tile.mtiles} rows a tile, K in "
+        f"{product.segments * product.slices} slices, {tile.stages} stages, activations "
+        f"{'resident' if tile.resident else 'streamed'}, dependents released {tile.release}",
+    )
+
+
+_EPILOGUES = {"linear": "store", "linear_swiglu": "swiglu", "linear_residual": "residual"}
+
+
+def product_of(op: Op, types: Mapping[str, TensorType], format: str, norm: bool = False) -> Product:
+    """The product of a ``linear``, ``linear_swiglu`` or ``linear_residual`` op whose weight has the artifact's ``format``."""
+    n, k = types["w"].shape
+    segments = op.int_attr("segments") if "segments" in op.attrs else 1
+    epilogue = "store_f32" if op.attrs.get("f32") else _EPILOGUES[op.kind]
+    return Product(format, n, k, types["x"].shape[0], segments, epilogue, norm)
+
+
+def linear_spec(op: Op, types: Mapping[str, TensorType], format: str, x_row: int, caps: DeviceCaps,
+                norm: Op | None = None) -> KernelSpec:  # fmt: skip
+    """Kernel of a product op; ``x_row`` is the width of the value that x views (its row stride in elements).
+
+    ``norm``: an rmsnorm op to compute in the prologue; the fused call then has its input as ``x`` and its weight as
+    ``norm_w``. Raises IRError when no kernel serves the op.
+    """
+    x = (norm or op).inputs["x"]
+    require(x.offset % 8 == 0 and x_row % 8 == 0, op,
+            f"x is columns {x.offset} … of rows of {x_row}; both must be multiples of 8 (16-byte loads)")  # fmt: skip
+    product = product_of(op, types, format, norm is not None)
+    if reason := problem(product, caps):
+        raise IRError(f"op {op.kind} (layer {op.layer}): {reason}")
+    return spec_of(product, choose(product, caps), caps, norm.float_attr("eps") if norm else 0.0)

@@ -1,0 +1,111 @@
+// Activations of a decode product in shared memory, in the order in which a lane's matrix fragments take them: all of them
+// once per block (resident), or chunk by chunk in a ring shared by the warps that work on the same slice.
+#pragma once
+#include <ninferc/base/async.cuh>
+#include <ninferc/base/types.cuh>
+#include <ninferc/base/vec.cuh>
+#include <ninferc/base/warp.cuh>
+#include <ninferc/codec/unpack.cuh>
+#include <ninferc/linear/geometry.cuh>
+#include <ninferc/norm/sumsq.cuh>
+
+namespace ninferc {
+
+// x is [columns, K] bf16 with rows x_stride apart.  Columns past `columns` repeat the last one: their sums are not stored.
+struct Activations {
+  const bf16* x;
+  u32 stride;
+  u32 columns;
+  NINFERC_DEVICE const bf16* at(u32 column, u32 k) const {
+    return x + u64(column < columns ? column : columns - 1) * stride + k;
+  }
+};
+
+// ---- resident ----------------------------------------------------------------------------------------------------
+
+// Factors of the rms norm of every column, by all threads; ends with a barrier.  `scratch`: 9 floats per column, the last
+// `bucket` of which are the factors.
+template <class G>
+NINFERC_DEVICE void norm_factors(f32* scratch, const Activations& in, f32 eps) {
+  for (u32 task = warp_id(); task < G::bucket * sumsq_parts; task += G::threads / 32) {
+    const f32 part = sumsq_part(in.at(task / sumsq_parts, 0), G::k, task % sumsq_parts);
+    if (lane_id() == 0) scratch[task] = part;
+  }
+  sync_block();
+  if (threadIdx.x < G::bucket) {
+    scratch[G::bucket * sumsq_parts + threadIdx.x] =
+        rms_factor(sumsq_total(scratch + threadIdx.x * sumsq_parts), G::k, eps);
+  }
+  sync_block();
+}
+
+NINFERC_DEVICE u32 norm_pair(u32 x, u32 w, f32 factor) {
+  const f32x2 a = unpack_bf16x2(x), b = unpack_bf16x2(w);
+  return pack_bf16x2(offset_norm(a.x, factor, b.x), offset_norm(a.y, factor, b.y));
+}
+
+// Brings all activations into shared memory, normalised if the geometry says so, by all threads; ends with a barrier.
+template <class G>
+NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, const bf16* norm_w, f32* norm_scratch, f32 eps) {
+  if constexpr (G::norm) norm_factors<G>(norm_scratch, in, eps);
+  constexpr u32 pieces = G::segments * G::chunks * 16, total = G::bucket * pieces;
+  constexpr u32 batch = total >= 4 * G::threads ? 4 : ceil_div(total, G::threads);
+  for (u32 first = threadIdx.x; first < total; first += batch * G::threads) {
+    u32x4 x[batch], w[batch];
+#pragma unroll
+    for (u32 i = 0; i < batch; ++i) {  // all loads of a batch before the first store
+      const u32 index = first + i * G::threads, number = index % pieces / 16;
+      const u32 k = G::chunk_begin(number) + index % 16 * 8;
+      const bool inside = index < total && (G::whole_x || k < G::chunk_end(number));
+      x[i] = inside ? ld_global<u32x4>(in.at(index / pieces, k)) : u32x4{0, 0, 0, 0};
+      if constexpr (G::norm) w[i] = inside ? ld_nc<u32x4>(norm_w + k) : u32x4{0, 0, 0, 0};
+    }
+#pragma unroll
+    for (u32 i = 0; i < batch; ++i) {
+      const u32 index = first + i * G::threads, column = index / pieces, piece = index % pieces;
+      if (index >= total) break;
+      if constexpr (G::norm) {
+        const f32 factor = norm_scratch[G::bucket * sumsq_parts + column];
+        x[i] = u32x4{norm_pair(x[i].x, w[i].x, factor), norm_pair(x[i].y, w[i].y, factor),
+                     norm_pair(x[i].z, w[i].z, factor), norm_pair(x[i].w, w[i].w, factor)};
+      }
+      st_shared(to + column * G::x_pitch + piece / 16 * 256 + G::piece_slot(piece % 16) * 16,
+                order_columns<G::format>(x[i]));
+    }
+  }
+  sync_block();
+}
+
+// ---- ring --------------------------------------------------------------------------------------------------------
+
+// The pieces of a chunk are copied by the `warps_r` warps that share it; `rank` is the thread's number among them.
+template <class G>
+struct ActivationCopier {
+  static constexpr u32 workers = 32 * G::warps_r, total = G::bucket * 16;
+  Activations in;
+  u32 rank;
+
+  static NINFERC_DEVICE u32 offset(u32 index) { return index / 16 * G::x_pitch + G::piece_slot(index % 16) * 16; }
+
+  NINFERC_DEVICE void copy(u32 stage, u32 number) const {
+#pragma unroll
+    for (u32 base = 0; base < total; base += workers) {
+      const u32 index = base + rank, k = G::chunk_begin(number) + index % 16 * 8;
+      if (total % workers != 0 && index >= total) break;
+      if constexpr (G::whole_x) cp_async_16(stage + offset(index), in.at(index / 16, k));
+      else cp_async_16_zfill(stage + offset(index), in.at(index / 16, k < G::chunk_end(number) ? k : 0), k < G::chunk_end(number));
+    }
+  }
+  // Brings this thread's own pieces, once landed, into the column order of the format.
+  NINFERC_DEVICE void order(u32 stage) const {
+    if constexpr (G::format == Format::bf16) return;
+#pragma unroll
+    for (u32 base = 0; base < total; base += workers) {
+      const u32 index = base + rank;
+      if (total % workers != 0 && index >= total) break;
+      st_shared(stage + offset(index), order_columns<G::format>(ld_shared<u32x4>(stage + offset(index))));
+    }
+  }
+};
+
+}  // namespace ninferc

@@ -1,0 +1,143 @@
+// Decode product y[C, N] = x[C, K] W^T for up to 64 columns: the weights pass through once, at the speed of memory.
+// Geometry and order of the sum: geometry.cuh.
+#pragma once
+#include <ninferc/base/grid.cuh>
+#include <ninferc/linear/activations.cuh>
+#include <ninferc/linear/epilogue.cuh>
+#include <ninferc/linear/geometry.cuh>
+#include <ninferc/linear/weights.cuh>
+
+namespace ninferc {
+
+// Where a warp is in its endless sequence of chunks: its slices in turn, each chunk by chunk.
+template <class G>
+struct ChunkWalk {
+  u32 warp_k, slice, chunk;
+  NINFERC_DEVICE explicit ChunkWalk(u32 warp_k_) : warp_k(warp_k_), slice(warp_k_), chunk(warp_k_ % G::slices) {}
+  // Number of the chunk over all segments.
+  NINFERC_DEVICE u32 number() const { return slice / G::slices * G::chunks + chunk; }
+  // True when the sequence begins again, which is at the next tile.
+  NINFERC_DEVICE bool advance() {
+    chunk += G::slices;
+    if (chunk < G::chunks) return false;
+    bool wrapped = true;
+    if constexpr (G::slices_per_warp > 1) {
+      slice += G::warps_k;
+      wrapped = slice >= G::all_slices;
+      if (wrapped) slice = warp_k;
+    }
+    chunk = slice % G::slices;
+    return wrapped;
+  }
+};
+
+template <class Config>
+NINFERC_DEVICE void linear_columns(const LinearArguments& args) {
+  using G = LinearGeometry<Config>;
+  constexpr u32 stages = G::stages;
+  NINFERC_DYNAMIC_SMEM(smem);
+  const u32 base = shared_address(smem);
+  const u32 warp = warp_id_uniform(), warp_r = warp / G::warps_k, warp_k = warp % G::warps_k;
+  const u32 ring = base + G::ring_base + warp * G::ring_bytes;
+  const auto x_stage = [&](u32 stage) { return base + G::x_base + (stage * G::warps_k + warp_k) * G::x_bytes; };
+
+  // Tiles are dealt to blocks first, so that every block has work before any has twice.  Warps that share a ring of
+  // activations walk in step, past the last tile if need be: then without copies and without storing.
+  const u32 tile_step = gridDim.x * G::warps_r;
+  const u32 first_tile = warp_r * gridDim.x + blockIdx.x;
+  const u32 end_tile = G::resident ? G::tiles : ceil_div(G::tiles, tile_step) * tile_step;
+
+  const Activations in{args.x, args.x_stride, args.columns};
+  const ActivationCopier<G> x_copier{in, warp_r * 32 + lane_id()};
+  WeightCopier<G> w_copier(args.codes, args.high, args.scales);
+  ChunkWalk<G> next(warp_k);
+  u32 next_tile = first_tile;
+  if (next_tile < G::tiles) w_copier.set_tile(next_tile);
+  const auto copy_weights = [&](u32 stage) {
+    if (next_tile < G::tiles) w_copier.copy(ring + stage * G::stage_bytes, next.number());
+  };
+  const auto advance = [&]() {
+    if (next.advance()) {
+      next_tile += tile_step;
+      if (next_tile < G::tiles) w_copier.set_tile(next_tile);
+    }
+  };
+
+  // Weights do not depend on earlier kernels: fill the ring before waiting for these.
+#pragma unroll 1
+  for (u32 stage = 0; stage + 1 < stages; ++stage) {
+    copy_weights(stage);
+    if constexpr (G::resident) cp_async_commit();
+    advance();
+  }
+  grid_dependency_wait();
+  if constexpr (G::release == Release::early) grid_launch_dependents();
+  if constexpr (G::resident) {
+    stage_resident<G>(base + G::x_base, in, args.norm_w, reinterpret_cast<f32*>(smem + G::norm_base), args.eps);
+  } else {
+    ChunkWalk<G> walk(warp_k);
+#pragma unroll 1
+    for (u32 stage = 0; stage + 1 < stages; ++stage) {
+      x_copier.copy(x_stage(stage), walk.number());
+      cp_async_commit();
+      walk.advance();
+    }
+    cp_async_wait<stages - 2>();
+    x_copier.order(x_stage(0));
+  }
+
+  const u32 x_lane = lane_id() / 4 % G::bucket * G::x_pitch + lane_id() % 4 * 16;  // column and piece of this lane
+  u32 stage = 0, before = stages - 1, buffer = 0, finisher = 0;
+#pragma unroll 1
+  for (u32 tile = first_tile; tile < end_tile; tile += tile_step) {
+    if constexpr (G::release == Release::late) {
+      if (tile + tile_step >= end_tile) grid_launch_dependents();
+    }
+    const u32 sums = base + G::sums_base + (warp_r * G::sums_buffers + buffer) * G::sums_bytes;
+    const LinearEpilogue<G> epilogue{args, tile};
+    RegisterTotal<G> total;
+#pragma unroll 1
+    for (u32 slice = warp_k; slice < G::all_slices; slice += G::warps_k) {
+      ChunkProduct<G> product;
+      product.clear();
+#pragma unroll 1
+      for (u32 chunk = slice % G::slices; chunk < G::chunks; chunk += G::slices) {
+        const u32 after = stage + 1 == stages ? 0 : stage + 1;
+        // All have landed this stage's copies (resident: here; ring: when the activations were put in order) and have
+        // done with the stage before, which is refilled.
+        if constexpr (G::resident) cp_async_wait<stages - 2>();
+        if constexpr (G::resident || G::warps_r == 1) sync_warp();
+        else named_barrier_sync(1 + G::warps_r + warp_k, 32 * G::warps_r);
+        copy_weights(before);
+        if constexpr (!G::resident) x_copier.copy(x_stage(before), next.number());
+        cp_async_commit();
+        advance();
+        u32 x = base + G::x_base + (slice / G::slices * G::chunks + chunk) * 256;
+        if constexpr (!G::resident) {
+          cp_async_wait<stages - 2>();
+          x_copier.order(x_stage(after));
+          x = x_stage(stage);
+        }
+        product.add(ring + stage * G::stage_bytes, x + x_lane);
+        before = stage;
+        stage = after;
+      }
+      if constexpr (G::reduce) SharedTotal<G>::put(sums, slice, product);
+      else total.add(epilogue, product, slice);
+    }
+    if constexpr (G::reduce) {
+      // With two buffers one barrier per tile is enough: these sums are overwritten by the tile after the next, and the
+      // warps that read them here reach the barrier of the next tile only afterwards.
+      named_barrier_sync(1 + warp_r, 32 * G::warps_k);
+      if (G::resident || tile < G::tiles) SharedTotal<G>::finish(epilogue, sums, warp_k, finisher);
+      if constexpr (G::sums_buffers == 2) buffer ^= 1;
+      else named_barrier_sync(1 + warp_r, 32 * G::warps_k);
+      finisher = finisher + 1 == G::warps_k ? 0 : finisher + 1;
+    } else {
+      if (G::resident || tile < G::tiles) total.store(epilogue);
+    }
+  }
+  cp_async_wait<0>();
+}
+
+}  // namespace ninferc

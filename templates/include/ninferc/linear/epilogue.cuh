@@ -1,0 +1,173 @@
+// From slice sums to outputs: slices, segments, row scale or divisor, then swiglu or residual and the one rounding.
+#pragma once
+#include <ninferc/base/math.cuh>
+#include <ninferc/base/types.cuh>
+#include <ninferc/base/vec.cuh>
+#include <ninferc/base/warp.cuh>
+#include <ninferc/linear/geometry.cuh>
+#include <ninferc/linear/weights.cuh>
+
+namespace ninferc {
+
+struct LinearArguments {
+  const bf16* x;
+  u32 x_stride;
+  u32 columns;  // 1 .. bucket
+  const u8* codes;
+  const u8* high;
+  const u8* scales;
+  const f32* divisor;
+  const bf16* norm_w;
+  f32 eps;
+  const bf16* residual;
+  u32 residual_stride;
+  void* y;
+  u32 y_stride;
+};
+
+// A unit is a matrix tile of 16 weight rows times eight columns.  Its lane holds four values: rows lane / 4 and
+// lane / 4 + 8 (`half` 0 and 1), of each the columns 2 (lane % 4) and the next.
+template <class G>
+struct LinearEpilogue {
+  const LinearArguments& args;
+  u32 tile;
+
+  // Outputs past the end are recognised in output_row; the weight rows that stand in for them are those of the copier.
+  NINFERC_DEVICE u32 output_row(u32 group, u32 half) const {
+    return G::output_row(tile * G::subtiles + group, lane_id() / 4 + 8 * half);
+  }
+  NINFERC_DEVICE u32 weight_row(u32 m, u32 half) const {
+    return WeightCopier<G>::clamped(output_row(G::swiglu ? m / 2 : m, half)) + (G::swiglu && m % 2 ? G::n / 2 : 0);
+  }
+
+  // What all columns of a segment's sum share.
+  NINFERC_DEVICE void finish_segment(f32 (&v)[4], u32 m) const {
+    if constexpr (G::format == Format::fp8_row) {
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half) {
+        const f32 scale = bf16_to_f32(ld_nc<bf16>(args.scales + 2 * u64(weight_row(m, half))));
+        v[2 * half] *= scale;
+        v[2 * half + 1] *= scale;
+      }
+    } else if constexpr (G::format == Format::nvfp4) {
+      const f32 divisor = ld_nc<f32>(args.divisor);
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) v[e] = v[e] * G::Traits::unit / divisor;
+    }
+  }
+
+  // The outputs of a group of matrix tiles: one tile, or a gate and an up tile.
+  NINFERC_DEVICE void store(const f32 (&v)[4], const f32 (&up)[4], u32 group, u32 t) const {
+#pragma unroll
+    for (u32 e = 0; e < 4; ++e) {
+      const u32 output = output_row(group, e / 2), column = t * 8 + lane_id() % 4 * 2 + e % 2;
+      if (column >= args.columns || (!G::whole_rows && output >= G::outputs)) continue;
+      const u64 at = u64(column) * args.y_stride + output;
+      if constexpr (G::epilogue == Epilogue::store_f32) {
+        st_global(static_cast<f32*>(args.y) + at, v[e]);
+      } else {
+        f32 value = v[e];
+        if constexpr (G::swiglu) value = silu_fast(v[e]) * up[e];
+        if constexpr (G::epilogue == Epilogue::residual)
+          value += bf16_to_f32(ld_global<bf16>(args.residual + u64(column) * args.residual_stride + output));
+        st_global(static_cast<bf16*>(args.y) + at, f32_to_bf16(value));
+      }
+    }
+  }
+};
+
+// Slice sums in shared memory, [slice][unit][lane] of four values; every warp of the tile finishes some units.
+template <class G>
+struct SharedTotal {
+  static constexpr u32 group_tiles = G::swiglu ? 2 : 1;
+
+  static NINFERC_DEVICE void put(u32 sums, u32 slice, const ChunkProduct<G>& product) {
+#pragma unroll
+    for (u32 m = 0; m < G::mtiles; ++m) {
+#pragma unroll
+      for (u32 t = 0; t < G::ntiles; ++t) {
+        const f32(&v)[4] = product.sum[m][t];
+        st_shared(sums + (slice * G::units + m * G::ntiles + t) * 512 + lane_id() * 16, f32x4{v[0], v[1], v[2], v[3]});
+      }
+    }
+  }
+  // `first_warp` takes unit 0, the others follow.
+  static NINFERC_DEVICE void finish(const LinearEpilogue<G>& epilogue, u32 sums, u32 warp_k, u32 first_warp) {
+    constexpr u32 tasks = G::subtiles * G::ntiles;
+    const u32 turn = warp_k >= first_warp ? warp_k - first_warp : warp_k + G::warps_k - first_warp;
+#pragma unroll 1
+    for (u32 task = turn; task < tasks; task += G::warps_k) {
+      const u32 group = task / G::ntiles, t = task % G::ntiles;
+      f32 v[group_tiles][4];
+#pragma unroll
+      for (u32 i = 0; i < group_tiles; ++i) {
+        const u32 m = group * group_tiles + i;
+        total(epilogue, sums + (m * G::ntiles + t) * 512 + lane_id() * 16, m, v[i]);
+      }
+      epilogue.store(v[0], v[group_tiles - 1], group, t);
+    }
+  }
+
+ private:
+  static NINFERC_DEVICE void total(const LinearEpilogue<G>& epilogue, u32 at, u32 m, f32 (&total)[4]) {
+#pragma unroll
+    for (u32 segment = 0; segment < G::segments; ++segment) {
+      f32 v[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (u32 s = 0; s < G::slices; ++s) {
+        const f32x4 part = ld_shared<f32x4>(at + (segment * G::slices + s) * (G::units * 512));
+        v[0] = s == 0 ? part.x : v[0] + part.x;
+        v[1] = s == 0 ? part.y : v[1] + part.y;
+        v[2] = s == 0 ? part.z : v[2] + part.z;
+        v[3] = s == 0 ? part.w : v[3] + part.w;
+      }
+      epilogue.finish_segment(v, m);
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) total[e] = segment == 0 ? v[e] : total[e] + v[e];
+    }
+  }
+};
+
+// One warp computes all slices of its tile, one after the other, and adds them up in registers.
+template <class G>
+struct RegisterTotal {
+  static constexpr u32 group_tiles = G::swiglu ? 2 : 1;
+  f32 sum[G::mtiles][G::ntiles][4];    // of the segment; with one segment of everything
+  f32 total[G::segments == 1 ? 1 : G::mtiles][G::segments == 1 ? 1 : G::ntiles][4];  // of the segments before
+
+  NINFERC_DEVICE void add(const LinearEpilogue<G>& epilogue, const ChunkProduct<G>& product, u32 slice) {
+    const u32 segment = slice / G::slices, s = slice % G::slices;
+#pragma unroll
+    for (u32 m = 0; m < G::mtiles; ++m) {
+#pragma unroll
+      for (u32 t = 0; t < G::ntiles; ++t) {
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e) sum[m][t][e] = s == 0 ? product.sum[m][t][e] : sum[m][t][e] + product.sum[m][t][e];
+        if constexpr (G::segments > 1) {
+          if (s != G::slices - 1) continue;
+          epilogue.finish_segment(sum[m][t], m);
+#pragma unroll
+          for (u32 e = 0; e < 4; ++e) total[m][t][e] = segment == 0 ? sum[m][t][e] : total[m][t][e] + sum[m][t][e];
+        }
+      }
+    }
+  }
+  NINFERC_DEVICE void store(const LinearEpilogue<G>& epilogue) {
+#pragma unroll
+    for (u32 group = 0; group < G::subtiles; ++group) {
+#pragma unroll
+      for (u32 t = 0; t < G::ntiles; ++t) {
+        const u32 first = group * group_tiles, last = first + group_tiles - 1;
+        if constexpr (G::segments > 1) {
+          epilogue.store(total[first][t], total[last][t], group, t);
+        } else {
+#pragma unroll
+          for (u32 m = first; m <= last; ++m) epilogue.finish_segment(sum[m][t], m);
+          epilogue.store(sum[first][t], sum[last][t], group, t);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace ninferc

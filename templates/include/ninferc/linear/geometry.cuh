@@ -1,0 +1,113 @@
+// Geometry of a decode product y[C, N] = x[C, K] W^T, fixed at compile time.
+//
+// Order of the sum.  K is cut into `segments` equal parts and these into chunks of 128 columns.  Slice s of a segment takes
+// its chunks s, s + slices, s + 2 slices, ...; a warp adds them up in that order on matrix cores.  A segment is the sum of
+// its slices in order, the result the sum of the segments in order.  Nothing of this depends on the number of columns, on
+// the tile or on the grid, and a half-K product with one segment has the bits of one segment of a product with two.
+//
+// Work.  A tile is `mtiles` matrix tiles of 16 weight rows (swiglu: gate and up rows alternate).  A block of
+// warps_r x warps_k warps works on warps_r tiles at once, with the slices of each spread over warps_k warps; it walks over
+// tiles with the stride of the grid.  Each warp streams its weights through a ring of `stages` chunks in shared memory.
+#pragma once
+#include <ninferc/base/types.cuh>
+#include <ninferc/codec/format.cuh>
+
+namespace ninferc {
+
+enum class Epilogue : u32 { store, store_f32, swiglu, residual };
+// When dependent kernels may start: at once (short kernels), with the block's last tile, or at the end of the kernel.
+enum class Release : u32 { early, late, end };
+
+// Config: format, n, k, bucket, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, norm, release.
+template <class Config>
+struct LinearGeometry : Config {
+  using Traits = FormatTraits<Config::format>;
+  static constexpr Format format = Config::format;
+  static constexpr u32 n = Config::n, k = Config::k, segments = Config::segments, slices = Config::slices;
+  static constexpr u32 mtiles = Config::mtiles, warps_r = Config::warps_r, warps_k = Config::warps_k;
+  static constexpr bool swiglu = Config::epilogue == Epilogue::swiglu;
+
+  static constexpr u32 outputs = swiglu ? n / 2 : n;
+  static constexpr u32 subtiles = swiglu ? mtiles / 2 : mtiles;  // 16 outputs each
+  static constexpr u32 tiles = ceil_div(outputs, 16 * subtiles);
+  static constexpr bool whole_rows = outputs % (16 * subtiles) == 0;
+  static constexpr u32 ntiles = ceil_div(Config::bucket, 8u);
+  static constexpr u32 threads = 32 * warps_r * warps_k;
+
+  static constexpr u32 k_segment = k / segments;
+  static constexpr u32 chunks = ceil_div(k_segment, 128u);  // of one segment
+  static constexpr u32 all_slices = segments * slices;
+  static constexpr u32 slices_per_warp = all_slices / warps_k;
+  // Grouped integer planes are padded to 128 columns; elsewhere the last chunk may be cut short.
+  static constexpr bool whole_x = k_segment % 128 == 0;
+  static constexpr bool whole_k = Traits::grouped_int || whole_x;
+  static constexpr u64 row_bytes = Traits::row_bytes(k);
+  // Pieces of 16 bytes are whole: they begin at multiples of 16 bytes, and no segment ends inside one.
+  static constexpr bool aligned_16 = whole_k || k_segment * Traits::code_bytes_128 / 128 % 16 == 0;
+  static constexpr u32 groups = Traits::group == 0 ? 0 : (k + 127) / 128 * 128 / Traits::group;  // of one row
+
+  // One stage of one warp in shared memory: code slabs of 16 rows x 64 bytes, high bits, scales.
+  static constexpr u32 slabs = Traits::code_bytes_128 / 64;
+  static constexpr u32 high_pitch = format == Format::q6g64 ? 48 : Traits::high_bytes_128;  // 48: free of bank conflicts
+  static constexpr u32 scale_row = format == Format::w8g32 ? 8 : Traits::grouped_int || format == Format::nvfp4 ? 4 : 0;
+  static constexpr u32 scale_bytes = format == Format::nvfp4 ? 128 : 16 * scale_row;  // of one matrix tile
+  static constexpr u32 high_offset = mtiles * slabs * 1024;
+  static constexpr u32 scale_offset = high_offset + mtiles * 16 * high_pitch;
+  static constexpr u32 stage_bytes = scale_offset + mtiles * scale_bytes;
+
+  // Activations, 256 bytes per column and chunk.  Columns lie 64 bytes past a multiple of 128 apart: no bank conflicts.
+  static constexpr u32 x_pitch = (Config::resident ? segments * chunks * 256 : 256) + 64;
+  static constexpr u32 x_bytes = Config::bucket * x_pitch;  // resident: once per block; else per stage and warp of K
+
+  // Slice sums of one tile: a matrix tile is 512 bytes.
+  static constexpr bool reduce = warps_k > 1;
+  static constexpr u32 units = mtiles * ntiles;
+  static constexpr u32 sums_bytes = reduce ? all_slices * units * 512 : 0;
+  static constexpr u32 sums_buffers = Config::resident ? 2 : 1;
+
+  static constexpr u32 x_base = 0;
+  static constexpr u32 norm_bytes = Config::norm ? Config::bucket * 9 * 4 : 0;
+  static constexpr u32 norm_base = x_base + (Config::resident ? x_bytes : Config::stages * warps_k * x_bytes);
+  static constexpr u32 ring_base = round_up(norm_base + norm_bytes, 128u);
+  static constexpr u32 ring_bytes = Config::stages * stage_bytes;
+  static constexpr u32 sums_base = ring_base + warps_r * warps_k * ring_bytes;
+  static constexpr u32 smem_bytes = sums_base + warps_r * sums_buffers * sums_bytes;
+
+  static_assert(all_slices % warps_k == 0, "every warp takes the same number of slices");
+  static_assert(k % (8 * segments) == 0, "activations are read eight at a time");
+  static_assert(segments == 1 || whole_x || !Traits::grouped_int, "segments of grouped integers are whole chunks");
+  static_assert(slices <= chunks && (!swiglu || (mtiles % 2 == 0 && n % 2 == 0)), "no empty slice, gate with up");
+  static_assert(format != Format::nvfp4 || (outputs % 128 == 0 && 8 % subtiles == 0), "nvfp4 scales come in 128 rows");
+  static_assert(Config::resident || Config::stages >= 3, "ordering activations takes one stage of the ring");
+  static_assert(!Config::norm || Config::resident, "the norm needs the whole activations");
+
+  // Weight row of row r (0..15) of 16-output subtile `subtile`.  nvfp4 takes four rows of each quarter of a block of 128,
+  // whose scales lie side by side.
+  static NINFERC_DEVICE u32 output_row(u32 subtile, u32 r) {
+    if constexpr (format == Format::nvfp4) return subtile / 8 * 128 + r % 4 * 32 + subtile % 8 * 4 + r / 4;
+    else return subtile * 16 + r;
+  }
+  // First column of chunk `number` (counted over all segments), and the end of its segment.
+  static NINFERC_DEVICE u32 chunk_begin(u32 number) {
+    if constexpr (whole_x || segments == 1) return number * 128;
+    else return number / chunks * k_segment + number % chunks * 128;
+  }
+  static NINFERC_DEVICE u32 chunk_end(u32 number) {
+    if constexpr (segments == 1) return k;
+    else return (number / chunks + 1) * k_segment;
+  }
+  // Rows between matrix tile 0 and matrix tile m of a tile, and between rows r and r + 8.
+  static constexpr u32 rows_of_mtile(u32 m) {
+    return (swiglu ? m / 2 : m) * (format == Format::nvfp4 ? 4 : 16) + (swiglu && m % 2 ? n / 2 : 0);
+  }
+  static constexpr u32 rows_of_half = format == Format::nvfp4 ? 2 : 8;
+
+  // Where eight consecutive activations, number q of a chunk, stand in it: step * 4 + lane % 4 of the fragment's owner.
+  static NINFERC_DEVICE u32 piece_slot(u32 q) {
+    if constexpr (format == Format::nvfp4) return q % 4 * 4 + q / 4;
+    else if constexpr (format == Format::w8g32 || format == Format::bf16) return q;
+    else return (q / 8 * 2 + q % 2) * 4 + q % 8 / 2;
+  }
+};
+
+}  // namespace ninferc
