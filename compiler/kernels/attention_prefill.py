@@ -11,6 +11,7 @@ from compiler.ir.op import Op, require
 from compiler.ir.types import IRError, TensorType
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 
+WARPGROUP_DIMS = (64, 128, 256)  # whole panels of 64 values
 STATIC = 1024  # static shared memory, rounded up to the alignment of the dynamic part
 
 
@@ -20,6 +21,8 @@ def prefill_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps) -> K
     Raises IRError when no kernel fits ``caps``."""
     if not (caps.bf16_mma and caps.cp_async):
         raise IRError(f"op {op.kind} (layer {op.layer}): {caps.arch} has no bf16 matrix instructions; sm_80 or newer")
+    if caps.wgmma and op.int_attr("dim") in WARPGROUP_DIMS:
+        return wgmma_spec(op, types, caps)
     return mma_spec(op, types, caps)
 
 
@@ -51,7 +54,7 @@ def _common(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps, rows: int
 def mma_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps) -> KernelSpec:
     """The mma.sync variant: 128 rows of a head per block where shared memory allows, else 64."""
     dim = op.int_attr("dim")
-    for warps, tile, slots in ((8, 64, 4), (8, 64, 3), (4, 64, 3), (4, 64, 2), (4, 32, 2)):
+    for warps, tile, slots in ((8, 64, 4), (8, 64, 3), (8, 32, 2), (4, 32, 2)):
         smem = 16 * warps * dim * 2 + slots * tile * dim * 2
         if smem + STATIC <= caps.smem_block:
             break
@@ -66,4 +69,23 @@ def mma_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps) -> Kerne
         block=32 * warps,
         smem=smem,
         reason=f"mma.sync, {16 * warps} rows per block, {slots} tiles of {tile} keys in flight",
+    )
+
+
+def wgmma_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps) -> KernelSpec:
+    """The warpgroup variant: 128 rows of a head per block, two warpgroups computing and one loading. Needs sm_90a."""
+    dim = op.int_attr("dim")
+    tile_bytes = PAGE * dim * 2
+    slots = min(6, (caps.smem_block - STATIC) // tile_bytes - 2)
+    if not (caps.wgmma and dim in WARPGROUP_DIMS and slots >= 4):
+        raise IRError(f"op {op.kind} (layer {op.layer}): warpgroup products need sm_90a and dim 64, 128 or 256")
+    common, smem = _common(op, types, caps, 128), (2 + slots) * tile_bytes
+    return replace(
+        common,
+        entry=f"attn_prefill_wgmma_bf16_s{slots}_{common.entry}",
+        template="attn_prefill_wgmma.cu.j2",
+        params={**common.params, "slots": slots, "smem": smem},
+        block=384,
+        smem=smem,
+        reason=f"wgmma, 128 rows per block, {slots} tiles of {PAGE} keys in flight",
     )

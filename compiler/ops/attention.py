@@ -221,7 +221,8 @@ def lower_decode(op: Op, types: Mapping[str, TensorType], label: str) -> tuple[t
     chunks = chunk_count(types["page_table"].shape[1] * PAGE)
     columns, per_chunk = types["qr"].shape[0], op.int_attr("heads") * chunks
     shapes = {"partial_o": (columns, per_chunk * op.int_attr("dim")), "partial_ml": (columns, per_chunk * 2)}
-    made = {name: Value(f"{label}.{name}", TensorType(shape, "f32"), Kind.ACTIVATION, op.rank) for name, shape in shapes.items()}
+    made = {name: Value(f"{label}.{name}", TensorType(shape, "f32"), Kind.ACTIVATION, op.rank)
+            for name, shape in shapes.items()}  # fmt: skip
     refs = {name: Ref(value.name) for name, value in made.items()}
     attrs = {name: op.attrs[name] for name in ("heads", "kv_heads", "dim")} | {"chunks": chunks}
     partial = Op("attention_partial", {name: op.inputs[name] for name in AttentionPartial.inputs}, refs, {}, attrs,

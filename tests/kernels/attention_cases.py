@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,16 @@ class Case:
     cache: Array
     qr: Array
     gate: Array
+
+    def column(self, lane: int, t: int) -> Case:
+        """Column t of a lane as a problem of its own (width 1); later tokens become NaN."""
+        length = int(self.before[lane]) + t + 1
+        cache = self.cache.copy()
+        for index, page in enumerate(self.page_table[self.page_row[lane], : -(-int(self.before[lane] + self.active[lane]) // PAGE)]):
+            cache[page, :, :, max(0, length - index * PAGE) :] = 0xFFFF
+        row = slice(lane * self.width + t, lane * self.width + t + 1)
+        return replace(self, width=1, before=np.array([length - 1], np.int32), active=np.ones(1, np.int32),
+                       page_row=self.page_row[lane : lane + 1], cache=cache, qr=self.qr[row], gate=self.gate[row])
 
     @property
     def lanes(self) -> int:
@@ -121,7 +131,7 @@ NINFERC_KERNEL(work_list, 64, 1)(const i32* lane_ncols, const i32* lane_len, con
 """
 
 
-def run(backend: Any, spec: KernelSpec, values: dict[str, Any], **options: Any) -> None:
+def run(backend: Any, spec: KernelSpec, values: dict[str, Any], repeats: int = 1) -> None:
     """Render and launch ``spec`` with its arguments taken from ``values`` by name; ``x_stride`` is the width of ``x``."""
     args = []
     for name in spec.args:
@@ -131,7 +141,7 @@ def run(backend: Any, spec: KernelSpec, values: dict[str, Any], **options: Any) 
             args.append(values[name])
         else:
             args.append(int(values[name.removesuffix("_stride")].shape[-1]))
-    backend.launch(spec, render(spec.template, spec.entry, spec.params), args, **options)
+    backend.launch(spec, render(spec.template, spec.entry, spec.params), args, repeats)
 
 
 def build_work(backend: Any, case: Case, extra: int = 0) -> tuple[Array, Array]:
@@ -146,7 +156,7 @@ def build_work(backend: Any, case: Case, extra: int = 0) -> tuple[Array, Array]:
     return work, count
 
 
-def run_decode(backend: Any, case: Case, caps: DeviceCaps, grid: int = 0, **options: Any) -> Array:
+def run_decode(backend: Any, case: Case, caps: DeviceCaps, grid: int = 0) -> Array:
     """Work list, partial kernel and merge of ``case``; o bits [columns, heads·D], NaN where nothing was written."""
     work, count = build_work(backend, case)
     types = case.types(len(work))
@@ -158,23 +168,26 @@ def run_decode(backend: Any, case: Case, caps: DeviceCaps, grid: int = 0, **opti
         "partial_o": poisoned(partial_o.type.shape, "f32"), "partial_ml": poisoned(partial_ml.type.shape, "f32"),
     }  # fmt: skip
     spec = partial_spec(partial, types, case.width, caps)
-    if grid:
-        spec = KernelSpec(**{**spec.__dict__, "grid": (grid, 1, 1)})
-    run(backend, spec, values, **options)
-    run(backend, merge_spec(merge, types, case.width, caps), values, **options)
+    spec = replace(spec, grid=(grid, 1, 1)) if grid else spec
+    run(backend, spec, values)
+    run(backend, merge_spec(merge, types, case.width, caps), values)
     return values["o"]
 
 
-def run_prefill(backend: Any, case: Case, caps: DeviceCaps, **options: Any) -> Array:
-    """Prefill kernel on a case of one lane; o bits [columns, heads·D], NaN where nothing was written."""
-    spec = prefill_spec(case.op("prefill"), case.types(), caps)
+Choice = Callable[[Op, Mapping[str, TensorType], DeviceCaps], KernelSpec]
+
+
+def run_prefill(backend: Any, case: Case, caps: DeviceCaps, choose: Choice = prefill_spec) -> Array:
+    """Prefill kernel on a case of one lane, launched twice over the same scratch; o bits [columns, heads·D], NaN where
+    nothing was written."""
+    spec = choose(case.op("prefill"), case.types(), caps)
     values: dict[str, Any] = {
         "qr": case.qr, "gate": case.gate, "kv": case.cache, "lane_len": case.before, "lane_ncols": case.active,
         "lane_page_row": case.page_row, "page_table": case.page_table, "o": poisoned(case.qr.shape),
     }  # fmt: skip
     for name, nbytes in spec.scratch.items():
         values[name] = np.zeros(nbytes, np.uint8) if name in spec.zeroed else poisoned(nbytes, np.uint8)
-    run(backend, spec, values, **options)
+    run(backend, spec, values, repeats=2)
     for name in spec.zeroed:
         assert not values[name].any(), f"{name} was not left zero"
     return values["o"]

@@ -37,8 +37,9 @@ NINFERC_DEVICE void prefill_mma(const bf16* qr, i32 qr_stride, const u8* cache, 
   constexpr u32 dim = Config::dim, pieces = dim / 8, tile = Config::tile, threads = Config::threads;
   NINFERC_DYNAMIC_SMEM(memory);
   const u32 query = shared_address(memory), ring = query + Config::ring_at;
-  const u32 thread = threadIdx.x, lane = lane_id(), warp = warp_id_uniform(), group_row = lane / 4, pair = lane % 4;
-  const f32 low = bits_float(0xff800000u);
+  const u32 thread = threadIdx.x, lane = lane_id(), warp = warp_id_uniform();
+  const PrefillOutput<Config::heads, Config::rows, dim, threads> out{gate, gate_stride, o, o_stride, partial_o, partial_ml,
+                                                                     counters, scale};
 
   grid_dependency_wait();
   const u32 active = u32(ld_global<i32>(lane_ncols)), before = u32(ld_global<i32>(lane_len));
@@ -82,9 +83,8 @@ NINFERC_DEVICE void prefill_mma(const bf16* qr, i32 qr_stride, const u8* cache, 
       return address;
     };
 
-    // rows of this thread: group_row and group_row + 8 of the warp's 16
     const u32 top = before + first_row + warp * 16;  // last key that the warp's first row sees
-    f32 maximum[2] = {low, low}, sum[2] = {0.0f, 0.0f};
+    RowSoftmax softmax;
     f32 output[dim / 8][4] = {};
 
     for (u32 key = it.first; key < it.stop; key += tile) {
@@ -105,42 +105,10 @@ NINFERC_DEVICE void prefill_mma(const bf16* qr, i32 qr_stride, const u8* cache, 
             mma_m16n8k16_bf16(score[2 * n + 1], a, {b[2], b[3]});
           }
         }
-        if (key + tile > top + 1) {
-#pragma unroll
-          for (u32 n = 0; n < tile / 8; ++n)
-#pragma unroll
-            for (u32 e = 0; e < 4; ++e)
-              if (key + n * 8 + pair * 2 + e % 2 > top + group_row + e / 2 * 8) score[n][e] = low;
-        }
-        f32 factor[2], anchor[2];
-#pragma unroll
-        for (u32 h = 0; h < 2; ++h) {
-          f32 highest = maximum[h];
-#pragma unroll
-          for (u32 n = 0; n < tile / 8; ++n) highest = fmaxf(highest, fmaxf(score[n][2 * h], score[n][2 * h + 1]));
-          highest = warp_max<4>(highest);
-          anchor[h] = highest == low ? 0.0f : highest * scale;  // a row that has seen no key keeps weights of zero
-          factor[h] = exp2_fast(fmaf(maximum[h], scale, -anchor[h]));
-          maximum[h] = highest;
-          sum[h] *= factor[h];
-        }
-#pragma unroll
-        for (u32 n = 0; n < tile / 8; ++n) {
-          f32 p[4];
-#pragma unroll
-          for (u32 e = 0; e < 4; ++e) {
-            p[e] = exp2_fast(fmaf(score[n][e], scale, -anchor[e / 2]));
-            sum[e / 2] += p[e];
-          }
-          weights[n / 2][n % 2 * 2] = pack_bf16x2(p[0], p[1]);
-          weights[n / 2][n % 2 * 2 + 1] = pack_bf16x2(p[2], p[3]);
-        }
-        if (!warp_all(factor[0] == 1.0f && factor[1] == 1.0f)) {
-#pragma unroll
-          for (u32 n = 0; n < dim / 8; ++n)
-#pragma unroll
-            for (u32 e = 0; e < 4; ++e) output[n][e] *= factor[e / 2];
-        }
+        f32 factor[2];
+        softmax.update(score, key, top, scale, factor);
+        pack_weights(score, weights);
+        rescale(output, factor);
       }
       const u32 values = next_tile();
       if (visible) {
@@ -159,32 +127,8 @@ NINFERC_DEVICE void prefill_mma(const bf16* qr, i32 qr_stride, const u8* cache, 
     cp_async_wait<0>();
     sync_block();  // query rows and ring are free for the next item
 
-#pragma unroll
-    for (u32 h = 0; h < 2; ++h) {
-      const f32 total = warp_sum<4>(sum[h]);
-      const u32 row = warp * 16 + group_row + h * 8;
-      if (first_row + row >= active) continue;
-      if (plan.splits == 1) {
-        const f32 inverse = 1.0f / total;
-        const u64 token = first_row + row;
-        const bf16* const g = gate + token * gate_stride + it.head * dim + pair * 2;
-        bf16* const target = o + token * o_stride + it.head * dim + pair * 2;
-#pragma unroll
-        for (u32 n = 0; n < dim / 8; ++n)
-          st_global(target + n * 8, gated_pair(output[n][2 * h] * inverse, output[n][2 * h + 1] * inverse, ld_global<u32>(g + n * 8)));
-      } else {
-        const u64 place = u64(it.index) * Config::rows + row;
-        if (pair == 0) st_global(partial_ml + place * 2, f32x2{maximum[h] == low ? low : maximum[h] * scale, total});
-        if (it.first < it.stop) {
-#pragma unroll
-          for (u32 n = 0; n < dim / 8; ++n)
-            st_global(partial_o + place * dim + n * 8 + pair * 2, f32x2{output[n][2 * h], output[n][2 * h + 1]});
-        }
-      }
-    }
-    if (plan.splits > 1)
-      finish_split<Config::heads, Config::rows, dim, threads>(it, plan.splits, active, partial_o, partial_ml, counters, gate,
-                                                             gate_stride, o, o_stride);
+    out.store(it, plan.splits, active, warp * 16, softmax, output);
+    out.finish(it, plan.splits, active, thread, [] { sync_block(); });
   }
 }
 

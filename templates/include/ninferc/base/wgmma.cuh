@@ -7,6 +7,8 @@
 //
 // Operands in shared memory are K-major tiles with the 128-byte swizzle: row r has 64 values of K (128 bytes) at r * 128 from
 // a base that is a multiple of 1024, and its 16-byte chunk c lies at chunk position c ^ (r % 8).
+// multiply_transposed takes a B that is stored with N contiguous instead: panels of 64 values of N, in each panel row k of K
+// at k * 128, swizzled the same way.
 //
 // The products run asynchronously.  From the issue until the wait that covers them, accumulators may be neither read nor
 // written, and A registers and shared operands must stay as they are.  Order:
@@ -25,6 +27,12 @@ namespace ninferc {
 // layout type 1 (128-byte swizzle).  A step of 16 in K adds 2, eight rows more add 64.  PTX ISA, "Matrix Descriptor".
 NINFERC_DEVICE u64 wgmma_descriptor(u32 address) {
   return u64((address >> 4) & 0x3fff) | (u64(1) << 16) | (u64(64) << 32) | (u64(1) << 62);
+}
+
+// Descriptor of a B with N contiguous: `panel_bytes` from one panel of 64 columns to the next, 1024 bytes from one group of
+// eight K rows to the next.  A step of 16 in K adds 128.
+NINFERC_DEVICE u64 wgmma_descriptor_transposed(u32 address, u32 panel_bytes) {
+  return u64((address >> 4) & 0x3fff) | (u64(panel_bytes >> 4) << 16) | (u64(64) << 32) | (u64(1) << 62);
 }
 
 // Moves registers between the warpgroups of a block whose roles differ: every warp of a group calls it once, in a kernel with
@@ -46,7 +54,7 @@ NINFERC_DEVICE void lower_registers() {
 
 // Products run at a wait (late) or at their issue (early), drawn per product, in order.
 class WgmmaPipe {
-  struct Product { f32* d; const u32* a; u64 descriptor_a, descriptor_b; u32 columns, group; };
+  struct Product { f32* d; const u32* a; u64 descriptor_a, descriptor_b; u32 columns, group; bool transposed; };
   Product queue_[64];
   u32 count_ = 0, group_ = 0;
 
@@ -54,6 +62,12 @@ class WgmmaPipe {
     const u32 address = u32(descriptor & 0x3fff) * 16 + r / 8 * (u32(descriptor >> 32) & 0x3fff) * 16 + r % 8 * 128 + chunk * 16;
     const u32 swizzled = address ^ ((address >> 7 & 7) << 4);
     return static_cast<const u16*>(ninferc_emulator_shared_pointer(swizzled, 16, "wgmma"));
+  }
+  // Element (k, n) of a B with N contiguous.
+  static u16 transposed(u64 descriptor, u32 k, u32 n) {
+    const u32 panel = u32(descriptor >> 16 & 0x3fff) * 16, group = u32(descriptor >> 32 & 0x3fff) * 16;
+    const u32 address = u32(descriptor & 0x3fff) * 16 + n / 64 * panel + k / 8 * group + k % 8 * 128 + n % 64 * 2;
+    return *static_cast<const u16*>(ninferc_emulator_shared_pointer(address ^ ((address >> 7 & 7) << 4), 2, "wgmma"));
   }
   static f32 value(u32 bits) { return bits_float(bits << 16); }
 
@@ -75,7 +89,9 @@ class WgmmaPipe {
     for (u32 j = 0; j < p.columns / 8; ++j)
       for (u32 e = 0; e < 2; ++e) {
         f32 b[16];
-        for (u32 k = 0; k < 16; ++k) b[k] = value(row(p.descriptor_b, 8 * j + 2 * pair + e, k / 8)[k % 8]);
+        const u32 column = 8 * j + 2 * pair + e;
+        for (u32 k = 0; k < 16; ++k)
+          b[k] = value(p.transposed ? transposed(p.descriptor_b, k, column) : row(p.descriptor_b, column, k / 8)[k % 8]);
         for (u32 half = 0; half < 2; ++half) {
           f32 sum = 0;
           for (u32 k = 0; k < 16; ++k) sum += a[half][k] * b[k];
@@ -106,9 +122,13 @@ class WgmmaPipe {
   template <u32 pending>
   void wait() { run_through(group_ > pending ? group_ - pending : 0); }
   template <u32 columns>
-  void multiply(f32 (&d)[columns / 2], const u32 (&a)[4], u64 b) { issue({d, a, 0, b, columns, group_}); }
+  void multiply(f32 (&d)[columns / 2], const u32 (&a)[4], u64 b) { issue({d, a, 0, b, columns, group_, false}); }
   template <u32 columns>
-  void multiply(f32 (&d)[columns / 2], u64 a, u64 b) { issue({d, nullptr, a, b, columns, group_}); }
+  void multiply(f32 (&d)[columns / 2], u64 a, u64 b) { issue({d, nullptr, a, b, columns, group_, false}); }
+  template <u32 columns>
+  void multiply_transposed(f32 (&d)[columns / 2], const u32 (&a)[4], u64 b) { issue({d, a, 0, b, columns, group_, true}); }
+  template <u32 count>
+  void hold(f32 (&)[count]) {}
 };
 
 #else
@@ -137,7 +157,7 @@ class WgmmaPipe {
 #define NINFERC_O128_ NINFERC_O88_, NINFERC_O8_(88), NINFERC_O8_(96), NINFERC_O8_(104), NINFERC_O8_(112), NINFERC_O8_(120)
 
 // The last three numbers are the operand numbers after the accumulators: a0 (or descriptor a), ..., descriptor b.
-#define NINFERC_WGMMA_REGISTERS_(columns, count, a0, a1, a2, a3, b)                                                       \
+#define NINFERC_WGMMA_REGISTERS_(columns, count, a0, a1, a2, a3, b, trans)                                                \
   if constexpr (n == columns)                                                                                              \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.bf16.bf16 {" NINFERC_T##count##_ "}, "                \
                "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", 1, 1, 1, 0;"                                            \
@@ -160,10 +180,10 @@ class WgmmaPipe {
   template <u32 n>
   NINFERC_DEVICE void multiply(f32 (&d)[n / 2], const u32 (&a)[4], u64 descriptor_b) {
     static_assert(n == 64 || n == 128 || n == 176 || n == 256, "products have 64, 128, 176 or 256 columns");
-    NINFERC_WGMMA_REGISTERS_(64, 32, 32, 33, 34, 35, 36);
-    NINFERC_WGMMA_REGISTERS_(128, 64, 64, 65, 66, 67, 68);
-    NINFERC_WGMMA_REGISTERS_(176, 88, 88, 89, 90, 91, 92);
-    NINFERC_WGMMA_REGISTERS_(256, 128, 128, 129, 130, 131, 132);
+    NINFERC_WGMMA_REGISTERS_(64, 32, 32, 33, 34, 35, 36, 0);
+    NINFERC_WGMMA_REGISTERS_(128, 64, 64, 65, 66, 67, 68, 0);
+    NINFERC_WGMMA_REGISTERS_(176, 88, 88, 89, 90, 91, 92, 0);
+    NINFERC_WGMMA_REGISTERS_(256, 128, 128, 129, 130, 131, 132, 0);
   }
   // The same with A from shared memory: 64 rows at `descriptor_a`.
   template <u32 n>
@@ -173,6 +193,20 @@ class WgmmaPipe {
     NINFERC_WGMMA_SHARED_(128, 64, 64, 65);
     NINFERC_WGMMA_SHARED_(176, 88, 88, 89);
     NINFERC_WGMMA_SHARED_(256, 128, 128, 129);
+  }
+  // d += A * B with B stored N contiguous, at a wgmma_descriptor_transposed.
+  template <u32 n>
+  NINFERC_DEVICE void multiply_transposed(f32 (&d)[n / 2], const u32 (&a)[4], u64 descriptor_b) {
+    static_assert(n == 64 || n == 128 || n == 256, "products have 64, 128 or 256 columns");
+    NINFERC_WGMMA_REGISTERS_(64, 32, 32, 33, 34, 35, 36, 1);
+    NINFERC_WGMMA_REGISTERS_(128, 64, 64, 65, 66, 67, 68, 1);
+    NINFERC_WGMMA_REGISTERS_(256, 128, 128, 129, 130, 131, 132, 1);
+  }
+  // Keeps the compiler from moving uses of accumulators before the wait that stands in front of this call.
+  template <u32 count>
+  NINFERC_DEVICE void hold(f32 (&d)[count]) {
+#pragma unroll
+    for (u32 i = 0; i < count; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
   }
 };
 #undef NINFERC_T8_
