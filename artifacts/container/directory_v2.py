@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from artifacts.container.json_reader import Buffer, JsonCursor, decode_text
+from artifacts.container.json_reader import Buffer, JsonCursor, decode_text, unique
 from artifacts.container.schema import (
     RESOURCE_ENCODING,
     TENSOR_ALIGNMENT,
@@ -61,7 +61,7 @@ def parse_directory(raw: Buffer, version: int, payload_bytes: int) -> DirectoryV
         elif member == "objects":
             objects = []
             for index, record in enumerate(cursor.record_array("objects", MAX_OBJECTS)):
-                objects.append(_object(record, index, version))
+                objects.append(_object(unique(record), index, version))
         else:
             allowed = f"{identity_member}, objects"
             raise DirectoryError(f"root: unknown member {quoted(member)}; version {version} has {allowed}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from artifacts.container.directory_v2 import MAX_OBJECTS
-from artifacts.container.json_reader import Buffer, JsonCursor, decode_text
+from artifacts.container.json_reader import Buffer, JsonCursor, decode_text, unique
 from artifacts.container.schema import (
     CANONICAL_NAMES,
     RESOURCE_ENCODING,
@@ -36,7 +36,6 @@ ROOT_MEMBERS = ("files", "objects", "components", "bindings", "uses", "metadata"
 TENSOR_MEMBERS = frozenset(("id", "kind", "shape", "format", "layout", "offset", "bytes"))
 RESOURCE_MEMBERS = frozenset(("id", "kind", "encoding", "offset", "bytes"))
 USE_MEMBERS, USE_OPTIONAL = frozenset(("parameter", "input")), frozenset(("activation_policy", "auxiliaries"))
-PART_MEMBERS = {"object", "range"}
 NONE: frozenset[str] = frozenset()
 
 
@@ -132,8 +131,8 @@ class _Reader:
 
     def _files(self) -> list[FilePart]:
         files: list[FilePart] = []
-        for index, record in enumerate(self.cursor.record_array("files", MAX_FILES)):
-            what = f"file {index}"
+        for index, pairs in enumerate(self.cursor.record_array("files", MAX_FILES)):
+            what, record = f"file {index}", unique(pairs)
             require_members(record, frozenset(("path", "payload_bytes")), NONE, what)
             path = record["path"]
             if index == 0:
@@ -150,7 +149,7 @@ class _Reader:
         objects: list[StoredObject] = []
         for index, record in enumerate(self.cursor.record_array("objects", MAX_OBJECTS)):
             self.count()
-            objects.append(self._object(record, f"object {index}"))
+            objects.append(self._object(unique(record), f"object {index}"))
         return objects
 
     def _object(self, record: dict[str, Any], what: str) -> StoredObject:
@@ -223,40 +222,44 @@ class _Reader:
         for member in self.cursor.members("binding", limit=1):
             if member != "parts":
                 raise DirectoryError(f"unknown member {quoted(member)}; allowed: object, or parts")
-            for record in self.cursor.record_array("parts", MAX_RECORDS):
+            for part in self.cursor.record_array("parts", MAX_RECORDS):
                 self.count()
-                parts.append(self._part(record))
+                parts.append(self._part(part))
         return Binding(tuple(parts), False)
 
     def _binding(self, record: Any) -> Binding:
-        if type(record) is not dict or len(record) != 1:
+        if type(record) is not tuple or len(record) != 1:
             raise DirectoryError("exactly one member is required, object or parts")
-        parts = record.get("parts")
-        if type(parts) is list:
-            self.count(1 + len(parts))
-            return Binding(tuple([self._part(part) for part in parts]), False)
-        if "object" not in record:
+        ((member, value),) = record
+        if member == "parts" and type(value) is list:
+            self.count(1 + len(value))
+            return Binding(tuple([self._part(part) for part in value]), False)
+        if member != "object":
             raise DirectoryError("one member is required: object, or parts as a nonempty array")
         self.count()
-        return Binding((Part(self.shared(record["object"], "object"), 0, 0),), True)
+        return Binding((Part(self.shared(value, "object"), 0, 0),), True)
 
     def _part(self, record: Any) -> Part:
-        if type(record) is not dict or record.keys() != PART_MEMBERS:
+        if type(record) is not tuple or len(record) != 2:
             raise DirectoryError(f"each part must have exactly the members object and range, found {quoted(record)}")
-        span = record["range"]
+        (first, name), (second, span) = record
+        if first == "range":
+            first, name, second, span = second, span, first, name
+        if first != "object" or second != "range":
+            raise DirectoryError(f"each part must have exactly the members object and range, found {quoted(record)}")
         if type(span) is not list or len(span) != 2:
             raise DirectoryError(f"range must be two integers, found {quoted(span)}")
         begin, end = span
         if type(begin) is not int or type(end) is not int or not 0 <= begin < end < U64_LIMIT:
             raise DirectoryError(f"range must be two ascending integers below 2^64, found {quoted(span)}")
-        return Part(self.shared(record["object"], "object"), begin, end)
+        return Part(self.shared(name, "object"), begin, end)
 
     def _uses(self) -> list[Use]:
         uses: list[Use] = []
         for index, record in enumerate(self.cursor.record_array("uses", MAX_RECORDS)):
             self.count()
             try:
-                uses.append(self._use(record))
+                uses.append(self._use(unique(record)))
             except DirectoryError as error:
                 raise DirectoryError(f"use {index}: {error}") from None
         return uses
@@ -266,14 +269,14 @@ class _Reader:
         policy = record.get("activation_policy", "A16Only")
         if policy not in POLICIES:
             raise DirectoryError(f"policy {quoted(policy)} is not one of {', '.join(POLICIES)}")
-        auxiliaries = record.get("auxiliaries", {})
-        if type(auxiliaries) is not dict:
+        auxiliaries: Any = record.get("auxiliaries", ())
+        if type(auxiliaries) is not tuple:
             raise DirectoryError("auxiliaries must be an object")
         return Use(
             self.shared(record["parameter"], "parameter"),
             self.shared(record["input"], "input"),
             POLICIES[POLICIES.index(policy)],
-            {self.shared(role, "auxiliary role"): self._binding(value) for role, value in auxiliaries.items()},
+            {self.shared(role, "role"): self._binding(value) for role, value in unique(auxiliaries).items()},
         )
 
     def _metadata(self) -> dict[str, Any]:

@@ -28,6 +28,11 @@ MAX_RECORD_VALUES = 4096
 RECORD_SLICE, BATCH_SLICE = 2048, 16384  # characters handed to the C scanner at once: bounds what it can allocate
 
 Buffer = bytes | memoryview
+Pairs = tuple[tuple[str, Any], ...]
+"""An object of a closed schema as it stands in the text: (name, value) in order, objects inside it alike.
+
+The C scanner builds these without a Python call per object; `unique` makes a dict of one.
+"""
 
 _space = re.compile(r"[ \t\n\r]*").match
 _number = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?").match
@@ -82,7 +87,8 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: Pairs) -> dict[str, Any]:
+    """The members of a record by name. Errors: DirectoryError for a repeated name."""
     record = dict(pairs)
     if len(record) != len(pairs):
         seen: set[str] = set()
@@ -91,6 +97,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise DirectoryError(f"JSON directory repeats member {quoted(key)} in one object")
             seen.add(key)
     return record
+
+
+def _pairs(value: Any) -> Any:
+    """An open value with its objects turned into Pairs."""
+    if type(value) is dict:
+        return tuple((name, _pairs(item)) for name, item in value.items())
+    if type(value) is list:
+        return [_pairs(item) for item in value]
+    return value
 
 
 class JsonCursor:
@@ -106,7 +121,7 @@ class JsonCursor:
         self._unbatched = 0
         self._parse_int: Callable[[str], int] = int if negative_zero else _strict_int
         decoder = json.JSONDecoder(
-            object_pairs_hook=_unique,
+            object_pairs_hook=tuple,
             parse_constant=_reject_constant,
             parse_int=None if negative_zero else _strict_int,
             parse_float=_finite,
@@ -186,16 +201,19 @@ class JsonCursor:
         raise DirectoryError(f"JSON directory: {what} has more than {limit} elements")
 
     def record(self, what: str) -> dict[str, Any]:
-        """One object of a closed schema as a dict; the caller checks its members."""
-        value = self.short_record(what)
-        if value is not None:
-            return value
+        """One object of a closed schema; the caller checks its members, objects inside it are `Pairs`."""
+        return unique(self._record(what))
+
+    def _record(self, what: str) -> Pairs:
+        short = self.short_record(what)
+        if short is not None:
+            return short
         document_budget, self._open_values = self._open_values, MAX_RECORD_VALUES
-        value = self.open_value(what)
+        value = _pairs(self.open_value(what))
         self._open_values = document_budget
         return value  # type: ignore[no-any-return]
 
-    def short_record(self, what: str) -> dict[str, Any] | None:
+    def short_record(self, what: str) -> Pairs | None:
         """One object if it ends within RECORD_SLICE characters, read by the C scanner; else None, nothing consumed."""
         if self.peek() != "{":
             raise self.fail(f"an object ({what})")
@@ -206,7 +224,7 @@ class JsonCursor:
         self.position += length
         return value  # type: ignore[no-any-return]
 
-    def record_array(self, what: str, limit: int) -> Iterator[dict[str, Any]]:
+    def record_array(self, what: str, limit: int) -> Iterator[Pairs]:
         """The objects of an array of closed-schema records. Errors: not an array of objects, more than `limit`."""
         self._take("[", f"an array ({what})")
         if self.peek() == "]":
@@ -215,8 +233,8 @@ class JsonCursor:
         count = 0
         while True:
             batch = self._batch("[", "},{", "]")
-            for value in (self.record(what),) if batch is None else batch:
-                if type(value) is not dict:
+            for value in (self._record(what),) if batch is None else batch:
+                if type(value) is not tuple:
                     raise DirectoryError(f"JSON directory: {what} may only hold objects, found {quoted(value)}")
                 count += 1
                 if count > limit:
@@ -227,7 +245,7 @@ class JsonCursor:
                 return
             self._take(",", "a comma or the end of an array")
 
-    def record_members(self, what: str, limit: int) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    def record_members(self, what: str, limit: int) -> Iterator[tuple[str, Pairs | None]]:
         """The members of an object whose values are closed-schema records: (name, record).
 
         A record of None means that the value was not read yet and the caller must consume it (it may be long).
@@ -243,10 +261,10 @@ class JsonCursor:
             if batch is None:
                 name = self.string()
                 self._take(":", "a colon")
-                batch = {name: self.short_record(what)}
-            elif any(type(value) is not dict for value in batch.values()):
+                batch = ((name, self.short_record(what)),)
+            elif any(type(value) is not tuple for _, value in batch):
                 raise DirectoryError(f"JSON directory: {what} may only hold objects")
-            for name, value in batch.items():
+            for name, value in batch:
                 if name in seen:
                     raise DirectoryError(f"JSON directory repeats member {quoted(name)} of {what}")
                 if len(seen) == limit:

@@ -82,7 +82,8 @@ def inspect(
         if objects:
             for record in tool.object_records(artifact):
                 storage = record.get("encoding") or f"{record['format']} {record['shape']} {record['layout']}"
-                print(f"object {record['offset']:>14} {record['bytes']:>12} {record['kind']:8} {_safe(record['name'])} {storage}")
+                place = f"{record['offset']:>14} {record['bytes']:>12}"
+                print(f"object {place} {record['kind']:8} {_safe(record['name'])} {storage}")
         if bound:
             for record in tool.binding_records(artifact):
                 parts = " ".join(f"{_safe(p['object'])}[{p['range'][0]}:{p['range'][1]}]" for p in record["parts"])
