@@ -1,0 +1,58 @@
+// What the Gated DeltaNet kernels share: layout constants, normalisation, splitting a float into two halves.
+#pragma once
+#include <ninferc/base/types.cuh>
+#include <ninferc/base/vec.cuh>
+
+namespace ninferc::gdn {
+
+constexpr f32 l2_eps = 1e-6f;  // added to the sum of squares
+
+// (Σx² + ε)^(-1/2), correctly rounded: a state accumulates thousands of products with normalised keys.
+NINFERC_DEVICE f32 l2_scale(f32 sum_of_squares) { return __frsqrt_rn(sum_of_squares + l2_eps); }
+
+// The lazily committed slot of one lane.
+struct Slot {
+  i32 slot, columns, length, pending;
+};
+// Reads a lane's tables; `pending` is 0 at the start of a sequence, whose stored state and window count as zero.
+NINFERC_DEVICE Slot read_slot(const i32* lane_slot, const i32* lane_ncols, const i32* lane_len, const i32* slot_pending,
+                              u32 lane) {
+  Slot s;
+  s.slot = ld_global<i32>(lane_slot + lane);
+  s.columns = ld_global<i32>(lane_ncols + lane);
+  s.length = ld_global<i32>(lane_len + lane);
+  s.pending = 0;
+  if (s.columns > 0 && s.length > 0) s.pending = ld_global<i32>(slot_pending + s.slot);
+  return s;
+}
+
+// One element of the state, decayed and updated.  Every fold, step and commit uses exactly these two roundings, so that
+// the bits of a state depend on its tokens only.
+NINFERC_DEVICE f32 update_element(f32 state, f32 alpha, f32 u, f32 k) {
+  return __fmaf_rn(u, k, __fmul_rn(alpha, state));
+}
+
+// Splits floats into a half and the half of the rest: together 24 significant bits as long as the rest is a normal half.
+struct SplitPair {
+  u32 high, low;
+};
+NINFERC_DEVICE SplitPair split_f16x2(f32 x, f32 y) {
+  SplitPair s;
+  s.high = pack_f16x2(x, y);
+  s.low = pack_f16x2(x - f16x2_lo(s.high), y - f16x2_hi(s.high));
+  return s;
+}
+
+// The power of two 2^(target - e) for 2^(e-1) <= value < 2^e, so that value * scale lies in [2^(target-1), 2^target).
+// Bounded above for tiny values, whose products do not matter.
+template <i32 target>
+NINFERC_DEVICE f32 power_scale(f32 value) {
+  const i32 exponent = i32((float_bits(value) >> 23) & 255u) - 126;
+  i32 biased = 127 + target - exponent;
+  biased = biased < 1 ? 1 : (biased > 187 ? 187 : biased);
+  return bits_float(u32(biased) << 23);
+}
+// 1 / s of a power of two, exact.
+NINFERC_DEVICE f32 power_inverse(f32 s) { return bits_float((254u << 23) - float_bits(s)); }
+
+}  // namespace ninferc::gdn

@@ -1,0 +1,250 @@
+// The gated delta rule as a recurrence: folds the pending records into the state, stores it, runs this step's columns and
+// writes their records (decode); or runs the columns and stores the state they lead to (commit).
+//
+// A block owns `block_rows` of the Dv rows of one value head of one lane; a row of Dk values lies in the registers of 4 or
+// 8 neighbouring lanes.  Every sum over Dk has one order, whatever the number of rows, columns or blocks, so states and
+// outputs depend on the tokens only.  Columns and records pass through shared memory, `stage` at a time.
+#pragma once
+#include <ninferc/base/grid.cuh>
+#include <ninferc/base/vec.cuh>
+#include <ninferc/base/warp.cuh>
+#include <ninferc/gdn/common.cuh>
+
+namespace ninferc::gdn {
+
+struct DecodeOperands {
+  const bf16* y;     // [columns, q | k | v]
+  i32 y_stride;
+  const f32* gates;  // [columns, g | beta]
+  i32 gates_stride;
+  const i32 *lane_slot, *lane_ncols, *lane_len, *slot_pending, *slot_parity;
+  f32* recurrent;                      // [slots, value heads, dv, dk]
+  f32 *rec_k, *rec_u, *rec_alpha;      // [2, slots, records, key heads, dk], [… value heads, dv], [… value heads]
+  bf16* o;
+  i32 o_stride, width, slots, records;
+};
+
+template <u32 dk_, u32 dv_, u32 key_heads_, u32 value_heads_, u32 warps_, u32 rows_, bool commit_>
+struct DecodeShape {
+  static constexpr u32 dk = dk_, dv = dv_, key_heads = key_heads_, value_heads = value_heads_;
+  static constexpr u32 warps = warps_, rows = rows_, threads = 32 * warps_;
+  static constexpr bool commit = commit_;
+  static constexpr u32 lanes = dk % 32 == 0 ? 8 : 4;  // that share a row
+  static constexpr u32 vectors = dk / (4 * lanes);    // 16-byte parts of a row per lane
+  static constexpr u32 pass_rows = warps * (32 / lanes);
+  static constexpr u32 block_rows = pass_rows * rows;
+  static constexpr u32 splits = dv / block_rows;
+  static constexpr u32 stage = 8;
+  static_assert(dk % 16 == 0 && dk <= 128, "a key head has 16 to 128 values, a multiple of 16");
+  static_assert(dv % block_rows == 0, "blocks share the rows of a head evenly");
+};
+
+template <class S>
+struct DecodeShared {
+  f32x4 k[S::stage][S::dk / 4], q[S::stage][S::dk / 4], fold_k[S::stage][S::dk / 4];
+  f32 v[S::stage][S::block_rows], fold_u[S::stage][S::block_rows];
+  f32 alpha[S::stage], beta[S::stage], fold_alpha[S::stage];
+};
+
+// Where this block works.
+struct DecodePlace {
+  u32 lane, head, key_head, first_row;
+  bool writes_k, writes_alpha;  // one block per key head, one per value head records what blocks share
+};
+
+template <class S>
+NINFERC_DEVICE void stage_records(const DecodeOperands& p, DecodeShared<S>& m, const DecodePlace& at, i64 record,
+                                  u32 count) {
+  for (u32 i = threadIdx.x; i < count * (S::dk / 4); i += S::threads) {
+    const u32 r = i / (S::dk / 4), part = i % (S::dk / 4);
+    m.fold_k[r][part] = ld_cg<f32x4>(p.rec_k + ((record + r) * S::key_heads + at.key_head) * S::dk + part * 4);
+  }
+  for (u32 i = threadIdx.x; i < count * S::block_rows; i += S::threads) {
+    const u32 r = i / S::block_rows, row = i % S::block_rows;
+    m.fold_u[r][row] =
+        ld_cg<f32>(p.rec_u + ((record + r) * S::value_heads + at.head) * S::dv + at.first_row + row);
+  }
+  if (threadIdx.x < count)
+    m.fold_alpha[threadIdx.x] = ld_cg<f32>(p.rec_alpha + (record + threadIdx.x) * S::value_heads + at.head);
+}
+
+// Normalises q and k, converts v and the gates of columns [first, first + count) and records k and α.
+template <class S>
+NINFERC_DEVICE void stage_columns(const DecodeOperands& p, DecodeShared<S>& m, const DecodePlace& at, i64 record,
+                                  u32 first, u32 count) {
+  constexpr u32 passes = (2 * S::stage + S::warps - 1) / S::warps;
+  const u32 warp = warp_id(), part = lane_id() * 4;
+  const i64 column = i64(at.lane) * p.width + first;
+  const bf16* const row = p.y + column * p.y_stride;
+  u32x2 raw[passes];
+#pragma unroll
+  for (u32 i = 0; i < passes; ++i) {
+    const u32 item = i * S::warps + warp, t = item / 2;
+    raw[i] = u32x2{0, 0};
+    if (t < count && part < S::dk)
+      raw[i] = ld_global<u32x2>(row + i64(t) * p.y_stride + ((item & 1) ? S::key_heads * S::dk : 0) +
+                                at.key_head * S::dk + part);
+  }
+  for (u32 i = threadIdx.x; i < count * S::block_rows; i += S::threads) {
+    const u32 t = i / S::block_rows, r = i % S::block_rows;
+    m.v[t][r] = bf16_to_f32(ld_global<bf16>(row + i64(t) * p.y_stride + 2 * S::key_heads * S::dk + at.head * S::dv +
+                                            at.first_row + r));
+  }
+  if (threadIdx.x < count) {
+    const u32 t = threadIdx.x;
+    const f32* const gate = p.gates + (column + t) * p.gates_stride + at.head;
+    const f32 alpha = expf(ld_global<f32>(gate));
+    m.alpha[t] = alpha;
+    m.beta[t] = ld_global<f32>(gate + S::value_heads);
+    if (!S::commit && at.writes_alpha) st_global(p.rec_alpha + (record + first + t) * S::value_heads + at.head, alpha);
+  }
+#pragma unroll
+  for (u32 i = 0; i < passes; ++i) {
+    const u32 item = i * S::warps + warp, t = item / 2;
+    if (t >= count) break;
+    const f32 x[4] = {bf16x2_lo(raw[i].x), bf16x2_hi(raw[i].x), bf16x2_lo(raw[i].y), bf16x2_hi(raw[i].y)};
+    const f32 sum = __fmaf_rn(x[0], x[0], x[1] * x[1]) + __fmaf_rn(x[2], x[2], x[3] * x[3]);
+    const f32 scale = l2_scale(warp_sum(sum));
+    if (part >= S::dk) continue;
+    if (item & 1) {
+      const f32x4 k{x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale};
+      m.k[t][part / 4] = k;
+      if (!S::commit && at.writes_k)
+        st_global(p.rec_k + ((record + first + t) * S::key_heads + at.key_head) * S::dk + part, k);
+    } else {
+      const f32 s = scale * __frsqrt_rn(f32(S::dk));
+      m.q[t][part / 4] = f32x4{x[0] * s, x[1] * s, x[2] * s, x[3] * s};
+    }
+  }
+}
+
+template <class S>
+NINFERC_DEVICE f32 dot_row(const f32x4 (&s)[S::vectors], const f32x4 (&x)[S::vectors]) {
+  f32x4 sum{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+  for (u32 c = 0; c < S::vectors; ++c) {
+    sum.x = __fmaf_rn(s[c].x, x[c].x, sum.x);
+    sum.y = __fmaf_rn(s[c].y, x[c].y, sum.y);
+    sum.z = __fmaf_rn(s[c].z, x[c].z, sum.z);
+    sum.w = __fmaf_rn(s[c].w, x[c].w, sum.w);
+  }
+  return warp_sum<S::lanes>((sum.x + sum.y) + (sum.z + sum.w));
+}
+
+template <class S>
+NINFERC_DEVICE void update_row(f32x4 (&s)[S::vectors], const f32x4 (&k)[S::vectors], f32 alpha, f32 u) {
+#pragma unroll
+  for (u32 c = 0; c < S::vectors; ++c)
+    s[c] = f32x4{update_element(s[c].x, alpha, u, k[c].x), update_element(s[c].y, alpha, u, k[c].y),
+                 update_element(s[c].z, alpha, u, k[c].z), update_element(s[c].w, alpha, u, k[c].w)};
+}
+
+template <class S>
+NINFERC_DEVICE void load_row(f32x4 (&x)[S::vectors], const f32x4 (&row)[S::dk / 4], u32 sub) {
+#pragma unroll
+  for (u32 c = 0; c < S::vectors; ++c) x[c] = row[c * S::lanes + sub];
+}
+
+template <class S>
+NINFERC_DEVICE void decode(const DecodeOperands& p) {
+  __shared__ alignas(16) DecodeShared<S> m;
+  DecodePlace at;
+  at.lane = blockIdx.y;
+  at.head = blockIdx.x / S::splits;
+  at.key_head = at.head * S::key_heads / S::value_heads;
+  at.first_row = blockIdx.x % S::splits * S::block_rows;
+  at.writes_alpha = at.first_row == 0;
+  at.writes_k = at.writes_alpha && at.head % (S::value_heads / S::key_heads) == 0;
+  const u32 sub = threadIdx.x % S::lanes;
+  const u32 first = threadIdx.x / S::lanes;  // row within a pass
+
+  grid_dependency_wait();
+  const Slot slot = read_slot(p.lane_slot, p.lane_ncols, p.lane_len, p.slot_pending, at.lane);
+  if (slot.columns == 0) return;
+  const i32 parity = ld_global<i32>(p.slot_parity + slot.slot);
+
+  f32* state[S::rows];
+  f32x4 s[S::rows][S::vectors];
+#pragma unroll
+  for (u32 r = 0; r < S::rows; ++r) {
+    const u32 row = at.first_row + r * S::pass_rows + first;
+    state[r] = p.recurrent + ((i64(slot.slot) * S::value_heads + at.head) * S::dv + row) * S::dk + sub * 4;
+#pragma unroll
+    for (u32 c = 0; c < S::vectors; ++c)
+      s[r][c] = slot.length > 0 ? ld_cg<f32x4>(state[r] + c * S::lanes * 4) : f32x4{0.0f, 0.0f, 0.0f, 0.0f};
+  }
+  grid_launch_dependents();
+
+  // 1. fold what the last step recorded
+  const u32 pending = u32(slot.pending), columns = u32(slot.columns);
+  const i64 old_record = (i64(parity) * p.slots + slot.slot) * p.records;
+  const i64 new_record = (i64(1 - parity) * p.slots + slot.slot) * p.records;
+  stage_records<S>(p, m, at, old_record, pending < S::stage ? pending : S::stage);
+  stage_columns<S>(p, m, at, new_record, 0, columns < S::stage ? columns : S::stage);
+  sync_block();
+  for (u32 begin = 0; begin < pending; begin += S::stage) {
+    const u32 count = pending - begin < S::stage ? pending - begin : S::stage;
+    if (begin > 0) {
+      sync_block();
+      stage_records<S>(p, m, at, old_record + begin, count);
+      sync_block();
+    }
+#pragma unroll 1
+    for (u32 i = 0; i < count; ++i) {
+      f32x4 k[S::vectors];
+      load_row<S>(k, m.fold_k[i], sub);
+#pragma unroll
+      for (u32 r = 0; r < S::rows; ++r)
+        update_row<S>(s[r], k, m.fold_alpha[i], m.fold_u[i][r * S::pass_rows + first]);
+    }
+  }
+  if (!S::commit && (pending > 0 || slot.length == 0)) {
+#pragma unroll
+    for (u32 r = 0; r < S::rows; ++r)
+#pragma unroll
+      for (u32 c = 0; c < S::vectors; ++c) st_global(state[r] + c * S::lanes * 4, s[r][c]);
+  }
+
+  // 2. this step's columns
+  for (u32 begin = 0; begin < columns; begin += S::stage) {
+    const u32 count = columns - begin < S::stage ? columns - begin : S::stage;
+    if (begin > 0) {
+      sync_block();
+      stage_columns<S>(p, m, at, new_record, begin, count);
+      sync_block();
+    }
+#pragma unroll 1
+    for (u32 i = 0; i < count; ++i) {
+      f32x4 k[S::vectors], q[S::vectors];
+      load_row<S>(k, m.k[i], sub);
+      load_row<S>(q, m.q[i], sub);
+      const f32 alpha = m.alpha[i], beta = m.beta[i];
+      f32 u[S::rows], o[S::rows];
+#pragma unroll
+      for (u32 r = 0; r < S::rows; ++r)
+        u[r] = __fmul_rn(beta, __fmaf_rn(-alpha, dot_row<S>(s[r], k), m.v[i][r * S::pass_rows + first]));
+#pragma unroll
+      for (u32 r = 0; r < S::rows; ++r) {
+        update_row<S>(s[r], k, alpha, u[r]);
+        o[r] = dot_row<S>(s[r], q);
+      }
+      if (sub == 0) {
+        bf16* const out = p.o + (i64(at.lane) * p.width + begin + i) * p.o_stride + at.head * S::dv + at.first_row;
+        f32* const record = p.rec_u + ((new_record + begin + i) * S::value_heads + at.head) * S::dv + at.first_row;
+#pragma unroll
+        for (u32 r = 0; r < S::rows; ++r) {
+          st_global(out + r * S::pass_rows + first, f32_to_bf16(o[r]));
+          if (!S::commit) st_global(record + r * S::pass_rows + first, u[r]);
+        }
+      }
+    }
+  }
+  if (S::commit) {
+#pragma unroll
+    for (u32 r = 0; r < S::rows; ++r)
+#pragma unroll
+      for (u32 c = 0; c < S::vectors; ++c) st_global(state[r] + c * S::lanes * 4, s[r][c]);
+  }
+}
+
+}  // namespace ninferc::gdn
