@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import re
 import struct
 import threading
@@ -38,8 +39,8 @@ class _Launch(ctypes.Structure):
     _fields_ = [("entry", ctypes.c_void_p), ("touch_shared", ctypes.c_void_p), ("arguments", ctypes.c_void_p),
                 ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("dynamic_bytes", ctypes.c_uint),
                 ("shared_limit", ctypes.c_uint), ("static_limit", ctypes.c_uint), ("resident", ctypes.c_uint),
-                ("require_grid_wait", ctypes.c_uint), ("region_count", ctypes.c_uint), ("seed", ctypes.c_ulonglong),
-                ("regions", ctypes.c_void_p), ("limit_seconds", ctypes.c_double)]
+                ("require_grid_wait", ctypes.c_uint), ("checked", ctypes.c_uint), ("region_count", ctypes.c_uint),
+                ("seed", ctypes.c_ulonglong), ("regions", ctypes.c_void_p), ("limit_seconds", ctypes.c_double)]
 
 
 class _Region(ctypes.Structure):
@@ -108,6 +109,7 @@ class Kernel:
     parameters: tuple[tuple[str, int], ...]
     max_threads: int
     arch: int
+    checked: bool
     library: ctypes.CDLL
 
 
@@ -124,13 +126,17 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def compile_module(source: str, defines: Mapping[str, object] | None = None, include_dirs: Sequence[str | Path] = (),
-                   *, arch: int = 900) -> dict[str, Kernel]:
+                   *, arch: int = 900, checked: bool | None = None) -> dict[str, Kernel]:
     """Compiles kernel source text; returns its kernels by name.
 
     Kernels are found by ``NINFERC_KERNEL(name, threads, min_blocks)`` or ``extern "C" __global__ void name(``.  ``arch``
     is what ``NINFERC_ARCH`` reads (750, 800, 860, 890, 900, 1000, 1200).  templates/include is always searched.
+    ``checked`` kernels run about ten times slower and report every out-of-bounds access and every race, on shared and on
+    global memory, whatever the schedule; the default is the environment variable NINFERC_EMULATOR_CHECKED (0 or 1).
     Raises CompileError.
     """
+    if checked is None:
+        checked = os.environ.get("NINFERC_EMULATOR_CHECKED", "0") == "1"
     if arch not in SHARED_LIMIT:
         raise ValueError(f"arch {arch} is not one of {sorted(SHARED_LIMIT)}")
     found: dict[str, bool] = {}
@@ -143,27 +149,29 @@ def compile_module(source: str, defines: Mapping[str, object] | None = None, inc
     for name, bounded in found.items():
         bounds = f"ninferc_emulator_bounds_{name}()" if bounded else "1024"
         text += [
-            f"{export} void ninferc_emulator_entry_{name}(void** a) {{ ninferc_emulator::invoke(&{name}, a); }}",
+            f'{export} __attribute__((no_sanitize("thread"))) '
+            f"void ninferc_emulator_entry_{name}(void** a) {{ ninferc_emulator::invoke(&{name}, a); }}",
             f"{export} int ninferc_emulator_describe_{name}(char* codes, int* sizes, unsigned* threads) "
             f"{{ *threads = {bounds}; return ninferc_emulator::describe(&{name}, codes, sizes); }}",
         ]
     # Its address makes the loader allocate the thread's copy of the shared variables.
     text.append(f"{export} void* ninferc_emulator_touch() {{ static thread_local char anchor; return &anchor; }}\n")
-    path = toolchain.build_kernels("\n".join(text), defines or {}, [Path(p) for p in include_dirs], arch)
+    path = toolchain.build_kernels("\n".join(text), defines or {}, [Path(p) for p in include_dirs], arch,
+                                   checked)
     library = _load(path)
     kernels = {}
     for name in found:
         codes, sizes, threads = ctypes.create_string_buffer(256), (ctypes.c_int * 256)(), ctypes.c_uint()
         count = library[f"ninferc_emulator_describe_{name}"](codes, sizes, ctypes.byref(threads))
         parameters = tuple((chr(codes.raw[i]), sizes[i]) for i in range(count))
-        kernels[name] = Kernel(name, parameters, threads.value, arch, library)
+        kernels[name] = Kernel(name, parameters, threads.value, arch, checked, library)
     return kernels
 
 
 def compile_kernel(source: str, defines: Mapping[str, object] | None = None, include_dirs: Sequence[str | Path] = (), *,
-                   name: str | None = None, arch: int = 900) -> Kernel:
+                   name: str | None = None, arch: int = 900, checked: bool | None = None) -> Kernel:
     """As compile_module, for the one kernel of the source (or the one called ``name``)."""
-    kernels = compile_module(source, defines, include_dirs, arch=arch)
+    kernels = compile_module(source, defines, include_dirs, arch=arch, checked=checked)
     if name is None and len(kernels) == 1:
         return next(iter(kernels.values()))
     if name not in kernels:
@@ -299,7 +307,8 @@ def launch(kernel: Kernel, grid: int | Sequence[int], block: int | Sequence[int]
         ctypes.cast(kernel.library[f"ninferc_emulator_entry_{kernel.name}"], ctypes.c_void_p).value,
         ctypes.cast(kernel.library["ninferc_emulator_touch"], ctypes.c_void_p).value,
         ctypes.addressof(pointers), (ctypes.c_uint * 3)(*grid3), (ctypes.c_uint * 3)(*block3), smem_bytes,
-        SHARED_LIMIT[kernel.arch], STATIC_SHARED_LIMIT, max(1, resident), int(programmatic), len(devices),
+        SHARED_LIMIT[kernel.arch], STATIC_SHARED_LIMIT, max(1, resident), int(programmatic), int(kernel.checked),
+        len(devices),
         schedule_seed, ctypes.addressof(regions), limit_seconds)
     with _lock:
         failed = _engine().ninferc_emulator_run(ctypes.byref(request))

@@ -62,6 +62,15 @@ static void run_mma(Warp* w, u32 kind) {
   }
 }
 
+// The last lane to arrive acts for the others: checks are made in each lane's name.
+static void check_shared_as(Fiber* fiber, const void* pointer, u64 bytes, bool store) {
+  if (!engine.checked) return;
+  ninferc_emulator_thread_info* self = ninferc_emulator_thread;
+  ninferc_emulator_thread = &fiber->info;
+  check_shared(pointer, bytes, store);
+  ninferc_emulator_thread = self;
+}
+
 static void run_matrix_move(Warp* w, const Request& r, bool store) {
   u8* rows[32];
   for (u32 i = 0; i < 8 * r.argument; ++i) {
@@ -75,6 +84,8 @@ static void run_matrix_move(Warp* w, const Request& r, bool store) {
     for (u32 m = 0; m < r.argument; ++m) {
       u8* low = r.width ? rows[8 * m + 2 * p] + 2 * g : rows[8 * m + g] + 4 * p;
       u8* high = r.width ? rows[8 * m + 2 * p + 1] + 2 * g : low + 2;
+      check_shared_as(w->fibers[lane], low, 2, store);
+      check_shared_as(w->fibers[lane], high, 2, store);
       if (store) {
         memcpy(low, &registers[m], 2);
         memcpy(high, reinterpret_cast<u8*>(&registers[m]) + 2, 2);
@@ -104,7 +115,7 @@ static void run_shuffle(Warp* w, u32 mask) {
 
 static void run(Warp* w, Request& r, u32 mask) {
   switch (r.operation) {
-    case op_sync: break;
+    case op_sync: order_lanes(w); break;
     case op_shuffle: run_shuffle(w, mask); break;
     case op_vote: {
       u32 votes = 0;
@@ -180,6 +191,7 @@ static bool lands_early() {
 
 static void land(u32 destination, const void* source, u32 bytes, u32 valid, const char* name) {
   u8* to = static_cast<u8*>(ninferc_emulator_shared_pointer(destination, 0, name));
+  check_shared(to, bytes, true);
   memcpy(to, source, valid);
   memset(to + valid, 0, bytes - valid);
 }
@@ -316,6 +328,7 @@ unsigned ninferc_emulator_barrier(unsigned id, unsigned threads, int sync, int p
   if (b.arrived == 0) b.expected = threads;
   else if (b.expected != threads) fail("%s: barrier %u is used with %u and with %u threads", name, id, b.expected, threads);
   ++b.arrived;
+  b.warps |= 1u << self->warp->index;
   b.predicates += predicate != 0;
   self->waits_for = name;
   self->wait_file = file;
@@ -328,7 +341,8 @@ unsigned ninferc_emulator_barrier(unsigned id, unsigned threads, int sync, int p
   }
   engine.idle_sweeps = 0;
   const u32 result = b.predicates;
-  b.arrived = b.predicates = 0;
+  order_warps(block, b.warps);
+  b.arrived = b.predicates = b.warps = 0;
   for (u32 i = 0; i < block->warp_count; ++i) {
     const u32 lanes = b.waiting[i];
     b.waiting[i] = 0;
@@ -369,8 +383,16 @@ void* ninferc_emulator_shared_pointer(unsigned address, unsigned long bytes, con
   fail("%s out of bounds: shared address 0x%x", name, address);
 }
 
+// Atomic and scoped accesses do not race, and let a block see what others have written.
+static void scoped(const void* pointer) {
+  current()->atomic = pointer;
+  current()->block->acquired = true;
+}
+
 // ---- global memory ---------------------------------------------------------------------------------------------
-void ninferc_emulator_check_global(const void* pointer, unsigned long bytes, int write, const char* name) {
+void ninferc_emulator_check_global(const void* pointer, unsigned long bytes, int mode, const char* name) {
+  const bool write = mode & 1;
+  if (mode & 2) scoped(pointer);
   const u64 p = reinterpret_cast<u64>(pointer);
   if (bytes <= 16 && (bytes & (bytes - 1)) == 0 && p % bytes)
     fail("%s: address is not a multiple of %lu bytes", name, bytes);
@@ -402,6 +424,7 @@ void ninferc_emulator_atomic(const void* pointer, unsigned long bytes, const cha
   const Block* b = current()->block;
   const bool shared = (p >= b->dynamic_shared && p < b->dynamic_shared + engine.dynamic_bytes) ||
                       (p >= engine.static_shared && p < engine.static_shared + engine.static_bytes);
+  scoped(pointer);
   if (!shared) ninferc_emulator_check_global(pointer, bytes, 1, name);
   // A lock is taken by compare-and-swap or exchange: those count as polling.
   const bool may_spin = strstr(name, "xch") || strstr(name, "CAS") || strstr(name, "cas");
@@ -423,7 +446,7 @@ void ninferc_emulator_trap(const char* message) { fail("%s", message); }
 // ---- copies ----------------------------------------------------------------------------------------------------
 void ninferc_emulator_cp_async(unsigned destination, const void* source, unsigned bytes, unsigned valid) {
   Fiber* self = current();
-  ninferc_emulator_shared_pointer(destination, bytes, "cp.async");
+  check_shared(ninferc_emulator_shared_pointer(destination, bytes, "cp.async"), bytes, true);
   if (valid) ninferc_emulator_check_global(source, bytes, 0, "cp.async");
   if (lands_early()) land(destination, source, bytes, valid, "cp.async");
   else append(self->copies, self->copy_count, self->copy_room, Copy{destination, bytes, valid, self->group, source});
@@ -446,7 +469,7 @@ void ninferc_emulator_mbarrier_init(unsigned barrier, unsigned count) {
   Block* b = current()->block;
   for (u32 i = 0; i < b->mbarrier_count; ++i)
     if (b->mbarriers[i].address == barrier) fail("mbarrier_init: shared address 0x%x holds an mbarrier already", barrier);
-  append(b->mbarriers, b->mbarrier_count, b->mbarrier_room, MBarrier{barrier, count, count, 0, 0});
+  append(b->mbarriers, b->mbarrier_count, b->mbarrier_room, MBarrier{barrier, count, count, 0, 0, {}});
 }
 void ninferc_emulator_mbarrier_invalidate(unsigned barrier) {
   MBarrier& m = find_mbarrier(barrier, "mbarrier_invalidate");
@@ -456,6 +479,7 @@ void ninferc_emulator_mbarrier_invalidate(unsigned barrier) {
 void ninferc_emulator_mbarrier_arrive(unsigned barrier, unsigned bytes) {
   MBarrier& m = find_mbarrier(barrier, "mbarrier_arrive");
   if (m.pending == 0) fail("mbarrier_arrive: more than the %u arrivals of the phase", m.expected);
+  release_to(m, current()->warp);
   m.bytes += bytes;
   --m.pending;
   try_complete(m);
@@ -463,7 +487,12 @@ void ninferc_emulator_mbarrier_arrive(unsigned barrier, unsigned bytes) {
 }
 bool ninferc_emulator_mbarrier_try_wait(unsigned barrier, unsigned parity) {
   Fiber* self = current();
-  const auto done = [&] { return (find_mbarrier(barrier, "mbarrier_try_wait").phase & 1) != (parity & 1); };
+  const auto done = [&] {
+    const MBarrier& m = find_mbarrier(barrier, "mbarrier_try_wait");
+    if ((m.phase & 1) == (parity & 1)) return false;
+    acquire_from(m, self->warp);
+    return true;
+  };
   if (done()) return true;
   Block* b = self->block;
   for (u32 i = 0; i < b->bulk_count;) {
@@ -478,7 +507,7 @@ void ninferc_emulator_bulk_copy(unsigned destination, const void* source, unsign
   Block* b = current()->block;
   if (bytes == 0 || bytes % 16) fail("bulk_copy: %u bytes is not a positive multiple of 16", bytes);
   if (destination % 16 || reinterpret_cast<u64>(source) % 16) fail("bulk_copy: addresses must be multiples of 16");
-  ninferc_emulator_shared_pointer(destination, bytes, "bulk_copy");
+  check_bulk_copy(ninferc_emulator_shared_pointer(destination, bytes, "bulk_copy"), bytes);
   ninferc_emulator_check_global(source, bytes, 0, "bulk_copy");
   find_mbarrier(barrier, "bulk_copy");
   append(b->bulk, b->bulk_count, b->bulk_room, BulkCopy{destination, bytes, barrier, source});

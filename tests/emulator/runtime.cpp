@@ -101,8 +101,16 @@ void fail(const char* format, ...) {
   siglongjmp(escape, 1);
 }
 
-// Names the argument a global address belongs to or is nearest to.
+// Names the memory an address belongs to or is nearest to.
 void describe_address(u64 address, char* text, unsigned long room) {
+  if (const Fiber* f = current()) {
+    const u64 shared = reinterpret_cast<u64>(f->block->dynamic_shared);
+    if (address >= shared - guard_bytes && address < shared + f->block->dynamic_room + guard_bytes) {
+      snprintf(text, room, "byte %lld of %u bytes of dynamic shared memory", (long long)(address - shared),
+               engine.dynamic_bytes);
+      return;
+    }
+  }
   const Region* nearest = nullptr;
   u64 distance = ~0ull;
   for (int i = 0; i < engine.region_count; ++i) {
@@ -141,13 +149,6 @@ static void on_fault(int signal_number, siginfo_t* info, void* raw) {
   Fiber* f = reinterpret_cast<Fiber*>(ninferc_emulator_thread);
   if (f && address >= reinterpret_cast<u64>(f->stack) - 65536 && address < reinterpret_cast<u64>(f->stack) + 64)
     fail("the thread's stack of %u bytes overflowed", stack_bytes);
-  if (f) {
-    const Block* b = f->block;
-    const u64 shared = reinterpret_cast<u64>(b->dynamic_shared);
-    if (address >= shared - guard_bytes && address < shared + b->dynamic_room + guard_bytes)
-      fail("%s out of bounds: byte %lld of %u bytes of dynamic shared memory", access, (long long)(address - shared),
-           engine.dynamic_bytes);
-  }
   char where[160];
   describe_address(address, where, sizeof(where));
   fail("%s out of bounds: %s", access, where);
@@ -328,6 +329,8 @@ static void start_block(Block* block) {
   const auto grid = ninferc_emulator_grid_dim;
   block->index = {number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y};
   block->live = true;
+  block->acquired = false;
+  block->serial = engine.next_block;
   block->bulk_count = 0;
   block->mbarrier_count = 0;
   block->grid_waits = 0;
@@ -358,6 +361,7 @@ static void start_block(Block* block) {
     f->exited = false;
     f->waits_for = nullptr;
     f->waited = false;
+    f->atomic = nullptr;
     f->copy_count = 0;
     f->group = 0;
     f->request = nullptr;
@@ -365,6 +369,8 @@ static void start_block(Block* block) {
       for (auto& x : w->fibers) x = nullptr;
       w->block = block;
       w->index = i / 32;
+      w->epoch = 1;
+      memset(w->known, 0, sizeof(w->known));
       w->present = w->ready = w->polling = w->waiting = w->exited = 0;
     }
     w->fibers[i % 32] = f;
@@ -502,7 +508,7 @@ struct ninferc_emulator_launch {
   void* (*touch_shared)();
   void** arguments;
   unsigned grid[3], block[3];
-  unsigned dynamic_bytes, shared_limit, static_limit, resident, require_grid_wait, region_count;
+  unsigned dynamic_bytes, shared_limit, static_limit, resident, require_grid_wait, checked, region_count;
   unsigned long long seed;
   const Region* regions;
   double limit_seconds;
@@ -523,6 +529,7 @@ int ninferc_emulator_run(const ninferc_emulator_launch* launch) {
   engine.regions = launch->regions;
   engine.region_count = int(launch->region_count);
   engine.require_grid_wait = launch->require_grid_wait != 0;
+  engine.checked = launch->checked != 0;
   engine.limit_seconds = launch->limit_seconds;
   engine.block_threads = launch->block[0] * launch->block[1] * launch->block[2];
   engine.block_total = launch->grid[0] * launch->grid[1] * launch->grid[2];
@@ -567,6 +574,7 @@ int ninferc_emulator_run(const ninferc_emulator_launch* launch) {
         engine.order[j] = i;
       }
     }
+    start_checks();
     run_all();
   }
   engine.running = false;
@@ -575,6 +583,7 @@ int ninferc_emulator_run(const ninferc_emulator_launch* launch) {
   setitimer(ITIMER_VIRTUAL, &old_timer, nullptr);
   for (int i = 0; i < 5; ++i) sigaction(caught[i], &old[i], nullptr);
   sigaltstack(&old_stack, nullptr);
+  end_checks();
   for (u32 i = 0; engine.blocks && i < engine.resident; ++i) free_block(engine.blocks[i]);
   free_block(engine.spare);
   free(engine.blocks);

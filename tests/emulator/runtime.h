@@ -18,7 +18,7 @@ struct Warp;
 
 struct Copy { u32 destination, bytes, valid, group; const void* source; };
 struct BulkCopy { u32 destination, bytes, barrier; const void* source; };
-struct MBarrier { u32 address, expected, pending, phase; long long bytes; };
+struct MBarrier { u32 address, expected, pending, phase; long long bytes; u32 known[32]; };
 
 enum Operation { op_sync, op_shuffle, op_vote, op_match, op_mma, op_ldmatrix, op_stmatrix };
 
@@ -45,6 +45,7 @@ struct Fiber {
   u32 barrier_result;
   const char* wait_file;
   int wait_line;
+  const void* atomic;  // the last atomic or scoped access: not checked for races
   bool exited, waited;
 };
 
@@ -53,14 +54,16 @@ struct Warp {
   Block* block;
   u32 index;
   u32 present, ready, polling, waiting, exited;
+  // Checked kernels: `epoch` counts this warp's synchronisations; `known[w]` is the last epoch of warp w ordered before now.
+  u32 epoch, known[32];
 };
 
-struct NamedBarrier { u32 expected, arrived, predicates; u32 waiting[32]; };
+struct NamedBarrier { u32 expected, arrived, predicates, warps; u32 waiting[32]; };
 
 struct Block {
   ninferc_emulator_dim3 index;
-  u32 slot, warp_count, running, ready_warps, grid_waits;
-  bool live;
+  u32 slot, serial, warp_count, running, ready_warps, grid_waits;
+  bool live, acquired;
   Warp* warps;
   Fiber* fibers;
   u8 *stacks, *dynamic_pages, *dynamic_shared, *static_shared;
@@ -90,7 +93,7 @@ struct Engine {
   u32 polling, idle_sweeps;
   const Region* regions;
   int region_count;
-  bool running, failed, require_grid_wait;
+  bool running, failed, require_grid_wait, checked;
   double limit_seconds;
   char message[1200];
 };
@@ -109,6 +112,14 @@ void describe_address(u64 address, char* text, unsigned long room);
 // The shared window as 32-bit addresses: static memory first, dynamic memory from the next multiple of 1024.
 constexpr u32 shared_window = 1024;
 inline u32 shared_dynamic_base() { return shared_window + (engine.static_bytes + 1023) / 1024 * 1024; }
+void start_checks();
+void end_checks();
+void check_shared(const void* pointer, u64 bytes, bool store);
+void check_bulk_copy(const void* pointer, u64 bytes);
+void order_lanes(Warp* warp);
+void order_warps(Block* block, u32 warps);
+void release_to(MBarrier& barrier, Warp* warp);
+void acquire_from(const MBarrier& barrier, Warp* warp);
 inline Fiber* current() { return reinterpret_cast<Fiber*>(ninferc_emulator_thread); }
 
 }  // namespace ninferc_emulator

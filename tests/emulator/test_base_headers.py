@@ -168,15 +168,20 @@ template <u32 n> NINFERC_DEVICE void products(f32* out, u32 base) {
   for (u32 i = 0; i < n / 2; ++i) out[i * 128 + threadIdx.x] = d[i];
 #endif
 }
-NINFERC_KERNEL(probe, 128, 1)(f32* out) {
-  NINFERC_DYNAMIC_SMEM(smem);
+#define PROBE(n) \
+  NINFERC_KERNEL(probe##n, 128, 1)(f32* out) { \
+    NINFERC_DYNAMIC_SMEM(smem); \
+    products<n>(out, shared_address(smem)); \
+  }
+PROBE(64)
+PROBE(128)
+PROBE(176)
+PROBE(256)
+NINFERC_KERNEL(registers, 256, 1)(f32* out) {
 #if NINFERC_HAS_WGMMA
-  lower_registers<232>();
+  if (threadIdx.x < 128) lower_registers<40>(); else raise_registers<232>();
 #endif
-  products<64>(out, shared_address(smem));
-  products<128>(out, shared_address(smem));
-  products<176>(out, shared_address(smem));
-  products<256>(out, shared_address(smem));
+  out[threadIdx.x] = 1;
 }""",
     "math": """
 #include <ninferc/base/math.cuh>

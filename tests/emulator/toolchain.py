@@ -136,8 +136,10 @@ def build(source: str, flags: Sequence[str], include_dirs: Sequence[Path], links
         main.write_text(source)
         output = work / "kernel.so"
         depfile = work / "kernel.d"
-        _run([*compiler, *command, *extra, "-shared", "-MMD", "-MF", str(depfile), str(main), *map(str, links), "-o",
-              str(output)])
+        objects = str(work / "kernel.o")
+        _run([*compiler, *command, *extra, "-MMD", "-MF", str(depfile), "-c", str(main), "-o", objects])
+        # Linking without the compile flags: a checked kernel finds the sanitizer's functions in the engine.
+        _run([*compiler, "-shared", objects, *map(str, links), "-o", str(output)])
         paths = [path for path in _parse_dependencies(depfile.read_text()) if not path.startswith(str(work))]
         final = folder / f"{key}-{_digest(paths)}.so"
         temporary = work / "deps"
@@ -150,12 +152,15 @@ def build(source: str, flags: Sequence[str], include_dirs: Sequence[Path], links
 @functools.cache
 def runtime_library() -> Path:
     """The emulator's engine as a shared object."""
-    text = '#include "runtime.cpp"\n#include "primitives.cpp"\n'
+    text = '#include "runtime.cpp"\n#include "primitives.cpp"\n#include "checks.cpp"\n'
     return build(text, ("-fno-semantic-interposition", "-fno-plt"), (HERE, HERE / "include"))
 
 
-def build_kernels(source: str, defines: Mapping[str, object], include_dirs: Sequence[Path], arch: int) -> Path:
+def build_kernels(source: str, defines: Mapping[str, object], include_dirs: Sequence[Path], arch: int,
+                  checked: bool) -> Path:
     """Compiles kernel source text; `arch` is the architecture number the headers see (900 for sm_90a)."""
     flags = [*KERNEL_FLAGS, "-include", "ninferc_emulator.h", "-DNINFERC_EMULATOR=1", f"-DNINFERC_EMULATOR_ARCH={arch}"]
+    if checked:
+        flags.append("-fsanitize=thread")
     flags += [f"-D{name}={value}" for name, value in sorted(defines.items())]
     return build(source, flags, (*include_dirs, TEMPLATE_INCLUDE, HERE / "include"), (runtime_library(),))

@@ -25,7 +25,8 @@ void ninferc_emulator_stmatrix(const unsigned* registers, unsigned row, int coun
 
 unsigned ninferc_emulator_shared_address(const void* pointer);
 void* ninferc_emulator_shared_pointer(unsigned address, unsigned long bytes, const char* name);
-void ninferc_emulator_check_global(const void* pointer, unsigned long bytes, int write, const char* name);
+// mode: 1 for a store, plus 2 for a scoped access (atomic, acquire, release, relaxed, volatile)
+void ninferc_emulator_check_global(const void* pointer, unsigned long bytes, int mode, const char* name);
 void ninferc_emulator_poll(const char* name);
 void ninferc_emulator_progress();
 void ninferc_emulator_atomic(const void* pointer, unsigned long bytes, const char* name);

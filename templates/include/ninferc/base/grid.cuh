@@ -56,7 +56,7 @@ NINFERC_DEVICE u32 atomic_cas(u32* pointer, u32 expected, u32 value) {
 #define NINFERC_SCOPED_LOAD_(name)                                               \
   template <class T>                                                             \
   NINFERC_DEVICE T name(const void* pointer) {                                   \
-    ninferc_emulator_check_global(pointer, sizeof(T), 0, #name);                 \
+    ninferc_emulator_check_global(pointer, sizeof(T), 2, #name);                 \
     ninferc_emulator_poll(#name);                                                \
     T value;                                                                     \
     __builtin_memcpy(&value, pointer, sizeof(T));                                \
@@ -65,7 +65,7 @@ NINFERC_DEVICE u32 atomic_cas(u32* pointer, u32 expected, u32 value) {
 #define NINFERC_SCOPED_STORE_(name)                                              \
   template <class T>                                                             \
   NINFERC_DEVICE void name(void* pointer, const T& value) {                      \
-    ninferc_emulator_check_global(pointer, sizeof(T), 1, #name);                 \
+    ninferc_emulator_check_global(pointer, sizeof(T), 3, #name);                 \
     __builtin_memcpy(pointer, &value, sizeof(T));                                \
     ninferc_emulator_progress();                                                 \
   }

@@ -47,21 +47,21 @@ NINFERC_EMULATED_LOAD_(ld_cg)
 #undef NINFERC_EMULATED_LOAD_
 template <class T>
 NINFERC_DEVICE T ld_volatile(const void* pointer) {
-  ninferc_emulator_check_global(pointer, sizeof(T), 0, "ld_volatile");
+  ninferc_emulator_check_global(pointer, sizeof(T), 2, "ld_volatile");
   ninferc_emulator_poll("ld_volatile");
   T value;
   __builtin_memcpy(&value, pointer, sizeof(T));
   return value;
 }
-#define NINFERC_EMULATED_STORE_(name)                                                  \
+#define NINFERC_EMULATED_STORE_(name, mode)                                            \
   template <class T>                                                                   \
   NINFERC_DEVICE void name(void* pointer, const T& value) {                            \
-    ninferc_emulator_check_global(pointer, sizeof(T), 1, #name);                       \
+    ninferc_emulator_check_global(pointer, sizeof(T), mode, #name);                    \
     __builtin_memcpy(pointer, &value, sizeof(T));                                      \
   }
-NINFERC_EMULATED_STORE_(st_global)
-NINFERC_EMULATED_STORE_(st_stream)
-NINFERC_EMULATED_STORE_(st_volatile)
+NINFERC_EMULATED_STORE_(st_global, 1)
+NINFERC_EMULATED_STORE_(st_stream, 1)
+NINFERC_EMULATED_STORE_(st_volatile, 3)
 #undef NINFERC_EMULATED_STORE_
 template <class T>
 NINFERC_DEVICE T ld_shared(SharedAddress address) {
