@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from compiler.kernels import attention_decode, attn_prepare, control
+from compiler.kernels import (
+    attention_decode,
+    attention_prefill,
+    attn_prepare,
+    control,
+    conv,
+    embed,
+    gated_norm,
+    gdn_decode,
+    gdn_gates,
+    gdn_prefill,
+    linear_columns,
+    linear_rows,
+)
 from compiler.kernels.spec import KernelSpec
 from compiler.passes.select import Site, family
+
+COLUMN_LIMIT = 64  # widest bucket of the column kernels; more columns are prefill rows
+_STORE = {"linear": "bf16", "linear_swiglu": "swiglu", "linear_residual": "residual"}
 
 
 @family("begin")
@@ -16,6 +32,11 @@ def _begin(site: Site) -> KernelSpec:
 @family("advance")
 def _advance(site: Site) -> KernelSpec:
     return control.advance_spec(site.op, site.types, site.graph.lanes, site.graph.width, site.caps)
+
+
+@family("embed")
+def _embed(site: Site) -> KernelSpec:
+    return embed.embed_spec(site.op, site.types, site.format(), site.caps)
 
 
 @family("rmsnorm")
@@ -33,9 +54,61 @@ def _sample(site: Site) -> KernelSpec:
     return control.sample_spec(site.op, site.types, site.graph.lanes, site.graph.width, site.caps)
 
 
+def product(site: Site) -> KernelSpec:
+    """Decode and short prompts: the column kernel, whose bits do not depend on the number of columns. Prefill chunks:
+    the row kernel with a device-side row count."""
+    types = site.types
+    columns = types["x"].shape[0]
+    if site.prefill and columns > 1:
+        store = "f32" if site.op.attrs.get("f32") else _STORE[site.op.kind]
+        n, k = types["w"].shape
+        return linear_rows.linear_rows(site.format(), store, n, k, columns, site.caps)
+    row = site.graph.values[site.op.inputs["x"].value].type.shape[-1]
+    return linear_columns.linear_spec(site.op, types, site.format(), row, site.caps)
+
+
+for _kind in _STORE:
+    family(_kind)(product)
+
+
+@family("gdn_gates")
+def _gdn_gates(site: Site) -> KernelSpec:
+    return gdn_gates.gates_spec(site.op, site.types, site.caps)
+
+
+@family("conv")
+def _conv(site: Site) -> KernelSpec:
+    return conv.conv_spec(site.op, site.types, site.graph.lanes, site.graph.width, site.caps)
+
+
+@family("gdn")
+def _gdn(site: Site) -> KernelSpec:
+    return gdn_decode.recurrent_spec(site.op, site.types, site.graph.lanes, site.graph.width, site.caps)
+
+
+@family("gdn_intra")
+def _gdn_intra(site: Site) -> KernelSpec:
+    return gdn_prefill.intra_spec(site.op, site.types, site.caps)
+
+
+@family("gdn_carry")
+def _gdn_carry(site: Site) -> KernelSpec:
+    return gdn_prefill.carry_spec(site.op, site.types, site.caps)
+
+
+@family("gated_norm")
+def _gated_norm(site: Site) -> KernelSpec:
+    return gated_norm.gated_norm_spec(site.op, site.types, site.caps)
+
+
 @family("attn_prepare")
 def _attn_prepare(site: Site) -> KernelSpec:
     return attn_prepare.prepare_spec(site.op, site.types, site.graph.width, site.caps)
+
+
+@family("attention")
+def _attention(site: Site) -> KernelSpec:
+    return attention_prefill.prefill_spec(site.op, site.types, site.caps)
 
 
 @family("attention_partial")

@@ -54,18 +54,24 @@ def family(kind: str) -> Callable[[Choice], Choice]:
     return add
 
 
+def row_count(site: Site, spec: KernelSpec) -> dict[str, Ref]:
+    """The device-side row count that prefill kernels take besides their op's operands."""
+    return {"rows": Ref("pf_lane_ncols" + (f"@{site.op.rank}" if site.op.rank else ""))} if "rows" in spec.args else {}
+
+
 def operands(op: Op) -> dict[str, Ref]:
     return dict(op.refs())
 
 
 def select(graph: OpGraph, caps: DeviceCaps) -> list[Group]:
     """One kernel per op or fused run of ops, in build order. Raises IRError when no family serves an op."""
-    import compiler.passes.families  # noqa: F401, PLC0415  registers the choices
+    import compiler.passes.families  # noqa: F401  registers the choices
 
     groups = []
     for node, op in graph.ops():
         if op.kind not in FAMILIES:
             raise IRError(f"op {op.kind} has no kernel family; known: {', '.join(sorted(FAMILIES))}")
-        spec = FAMILIES[op.kind](Site(graph, op, caps))
-        groups.append(Group(spec, (op,), (node,), operands(op), frozenset(), op.rank))
+        site = Site(graph, op, caps)
+        spec = FAMILIES[op.kind](site)
+        groups.append(Group(spec, (op,), (node,), operands(op) | row_count(site, spec), frozenset(), op.rank))
     return groups

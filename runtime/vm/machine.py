@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from compiler.ir.op import Array, definition
+from compiler.ir.op import Array, Op, definition
 from compiler.ir.types import TensorType, Value
 from compiler.program.model import EGRESS, RING, WORK, Call, Phase, Placement, Program
 from runtime.vm.context import VMContext
@@ -28,6 +28,7 @@ class Machine:
     weights: WeightStore
     numerics: str = "engine"
     shuffle: int | None = None
+    observer: Callable[[Op, VMContext], None] | None = None  # called after each op (tests)
     ranks: list[RankMemory] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,6 +122,8 @@ class Machine:
             if op.kind not in ("begin", "advance") and not context.columns:
                 continue
             definition(op.kind).reference(op, context)
+            if self.observer is not None:
+                self.observer(op, context)
 
 
 def _lifetimes(phase: Phase) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
