@@ -1,0 +1,1 @@
+"""The `ninferc` command line."""
