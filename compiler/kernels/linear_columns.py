@@ -7,7 +7,8 @@ What fixes the bits of a result is here in one function, ``slices_of``: it looks
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from math import ceil
 
 from compiler.ir.op import Op, require
@@ -29,6 +30,7 @@ FORMATS = {
 GROUPED = frozenset({"q4g64", "q5g64", "q6g64", "w8g32"})
 CHUNK = 128
 MAX_SLICES = 8
+EARLY_RELEASE = 24 << 20  # weights below this many bytes: a short kernel
 MIN_CHUNKS = 5  # chunks of a slice below which its share of the final sum costs too much
 
 
@@ -132,57 +134,69 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
     subtiles = tile.mtiles // 2 if product.epilogue == "swiglu" else tile.mtiles
     if all_slices % tile.warps_k or warps > 32 or tile.warps_r + tile.warps_k > 15 or subtiles < 1:
         return False
-    if product.norm and not tile.resident:
+    if tile.stages < (2 if tile.resident else 3) or (product.norm and not tile.resident):
         return False
     smem = shared_bytes(product, tile)
     return smem <= caps.smem_block and max(1, tile.blocks_per_sm) * (smem + 1024) <= caps.smem_sm
 
 
-def candidates(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
-    """Legal tiles worth measuring, the built-in choice first."""
-    first = choose(product, caps)
-    yield first
+def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
+    """All legal tiles of a wide net."""
     unit = 2 if product.epilogue == "swiglu" else 1
     all_slices = product.segments * product.slices
+    spread = [k for k in range(all_slices, 0, -1) if all_slices % k == 0]
+    release = "early" if weight_bytes(product) < EARLY_RELEASE else "late"
     if product.bucket <= 8:
-        grid = [(m, r, all_slices, s, resident, b) for m in (unit, 2 * unit) for r in (1, 2, 3) for s in (3, 4, 6)
-                for resident in (True, False) for b in (0, 1, 2, 3)]  # fmt: skip
+        shapes = [(m, r, k, s, x, b) for m in (unit, 2 * unit) for r in (1, 2, 3, 4, 8) for k in spread for s in (2, 3, 4, 6)
+                  for x in (True, False) for b in (0, 1, 2, 3) if x or s > 2]  # fmt: skip
     else:
-        grid = [(unit, r, wk, s, False, b) for r in (2, 4, 8) for wk in (1, 2, 4) for s in (3, 4) for b in (0, 1, 2)]
-    for mtiles, warps_r, warps_k, stages, resident, blocks in grid:
-        tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, first.release)
-        warps = warps_r * warps_k * max(1, blocks)
-        if tile != first and fits(product, tile, caps) and 8 <= warps <= 32:
+        shapes = [(unit, r, k, s, False, b) for r in (1, 2, 4, 8) for k in spread for s in (3, 4) for b in (0, 1, 2)]
+    for mtiles, warps_r, warps_k, stages, resident, blocks in shapes:
+        tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, release)
+        if fits(product, tile, caps):
             yield tile
 
 
+def _rank(product: Product, tile: Tile, caps: DeviceCaps) -> tuple[float, ...]:
+    """Sort key of the built-in choice, best first."""
+    subtiles = tile.mtiles // 2 if product.epilogue == "swiglu" else tile.mtiles
+    blocks = ceil(product.row_tiles / (subtiles * tile.warps_r))
+    smem = shared_bytes(product, tile) + 1024
+    room = min(caps.smem_sm // smem, 48 // (tile.warps_r * tile.warps_k))  # blocks that one multiprocessor can hold
+    together = min(tile.blocks_per_sm or room, room, ceil(blocks / caps.sms))
+    warps = together * tile.warps_r * tile.warps_k
+    _, code_bytes, high_pitch, scale_bytes = FORMATS[product.format]
+    stage = tile.mtiles * (16 * code_bytes + 16 * high_pitch + scale_bytes)
+    flight = warps * (tile.stages - 1) * stage
+    # One block per tile is best where all blocks run at once; else blocks stay and walk.
+    walks = tile.blocks_per_sm > 0 and blocks > together * caps.sms
+    waves = blocks / (together * caps.sms)
+    idle = blocks < 0.75 * caps.sms and product.row_tiles >= 0.75 * caps.sms
+    if product.bucket <= 8:
+        right_grid = walks if waves > 1 else tile.blocks_per_sm == 0
+        wanted = min(40 << 10, caps.smem_sm * 2 // 5)
+        return (idle, warps < 8, not tile.resident, flight < wanted, not right_grid, tile.mtiles, abs(warps - 16),
+                flight > 3 * wanted, tile.warps_r, -tile.stages)  # fmt: skip
+    # Many rows that share activations, as long as there is work for every multiprocessor.
+    return (idle, warps < 8, -tile.warps_r, flight < 16 << 10, tile.blocks_per_sm, abs(warps - 16), -tile.stages)
+
+
+def candidates(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
+    """Legal tiles worth measuring, the built-in choice first."""
+    tiles = sorted(_tiles(product, caps), key=lambda tile: _rank(product, tile, caps))
+    for tile in tiles:
+        if tile == tiles[0] or 8 <= tile.warps_r * tile.warps_k * max(1, tile.blocks_per_sm) <= 32:
+            yield tile
+
+
+@cache
 def choose(product: Product, caps: DeviceCaps) -> Tile:
     """The built-in choice. Raises IRError when no tile fits the target."""
-    unit = 2 if product.epilogue == "swiglu" else 1
-    all_slices = product.segments * product.slices
-    options: list[Tile] = []
-    if product.bucket <= 8:
-        per_sm = max(1, 16 // all_slices)  # about 16 warps per multiprocessor
-        few = product.row_tiles <= 3 * caps.sms  # all tiles at once: one per block
-        for stages in (4, 3):
-            for resident in (True, False):
-                if few:
-                    options.append(Tile(unit, 1, all_slices, stages, resident, 0))
-                else:
-                    options.append(Tile(unit, 1, all_slices, stages, resident, 2))
-                    options.append(Tile(unit, per_sm, all_slices, stages, resident, 1))
-                options.append(Tile(unit, 1, all_slices, stages, resident, 1))
-    else:
-        warps_r = 8 if product.row_tiles >= 8 * caps.sms else 4 if product.row_tiles >= 4 * caps.sms else 2
-        for r in (warps_r, 4, 2, 8):
-            for k in (8 // r, 1):
-                for stages in (4, 3):
-                    options.append(Tile(unit, r, max(1, k), stages, False, 0))
-    for tile in options:
-        if fits(product, tile, caps):
-            return replace(tile, release="early" if weight_bytes(product) < 24 << 20 else "late")
-    raise IRError(f"product [{product.n}, {product.k}] {product.format} at {product.bucket} columns: no tile fits the "
-                  f"{caps.smem_block} bytes of shared memory of {caps.arch}")  # fmt: skip
+    tile = min(_tiles(product, caps), key=lambda tile: _rank(product, tile, caps), default=None)
+    if tile is None:
+        raise IRError(f"product [{product.n}, {product.k}] {product.format} at {product.bucket} columns: no tile fits the "
+                      f"{caps.smem_block} bytes of shared memory of {caps.arch}")  # fmt: skip
+    return tile
 
 
 def weight_bytes(product: Product) -> int:

@@ -75,7 +75,7 @@ NINFERC_DEVICE void unpack_fp8(u32 first, u32 second, u32 (&out)[4]) {
 
 // Two e4m3 group scales (low byte first, no sign) as two packed pairs scale * 2^119, each in both halves.
 NINFERC_DEVICE void unpack_nvfp4_scales(u32 scales, u32& first, u32& second) {
-  const u32 moved = prmt(scales, 0, 0x1404) >> 4;                            // scale * 2^-120, one in each half
+  const u32 moved = prmt(scales, 0, 0x4140) << 4;                            // scale * 2^-120, one in each half
   const u32 both = hmul2_bf16(hmul2_bf16(moved, 0x7b807b80u), 0x7b007b00u);  // no single bf16 factor is 2^239
   first = prmt(both, both, 0x1010);
   second = prmt(both, both, 0x3232);

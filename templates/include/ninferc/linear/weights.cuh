@@ -10,20 +10,27 @@
 
 namespace ninferc {
 
+template <bool small>
+struct OffsetType { using Type = u32; };
+template <>
+struct OffsetType<false> { using Type = u64; };
+
 // Copies the weights of one chunk after the other.  A slab (64 bytes of each of 16 rows) is two copies per lane: piece
-// lane % 4 of rows lane / 4 and lane / 4 + 8.
+// lane % 4 of rows lane / 4 and lane / 4 + 8.  Offsets into a plane are 32-bit where the plane allows: an add then takes one
+// instruction, and there is an add for every copy.
 template <class G>
 struct WeightCopier {
   static constexpr Format format = G::format;
+  static constexpr u32 high_pieces = G::Traits::high_bytes_128 / 16;
+  static constexpr u64 high_row_bytes = u64(G::chunks) * G::segments * G::Traits::high_bytes_128;
+  using Offset = typename OffsetType<(G::n * G::row_bytes >> 32) == 0>::Type;
   const u8* codes;
   const u8* high;
   const u8* scales;
   u32 lane;
-  // Set for a tile:
+  // Set for a tile: offsets of this lane's first copy of each kind.
   u32 first_subtile;
-  const u8* tile_codes;   // row lane / 4 of matrix tile 0, with the piece's offset
-  const u8* tile_high;    // of this lane's first copy of each kind
-  const u8* tile_scales;
+  Offset tile_codes, tile_high, tile_scales;
 
   NINFERC_DEVICE WeightCopier(const u8* codes_, const u8* high_, const u8* scales_)
       : codes(codes_), high(high_), scales(scales_), lane(lane_id()) {}
@@ -38,82 +45,79 @@ struct WeightCopier {
   }
   NINFERC_DEVICE void set_tile(u32 tile) {
     first_subtile = tile * G::subtiles;
-    if constexpr (G::whole_rows) tile_codes = codes + weight_row(0, lane / 4) * G::row_bytes + lane % 4 * 16;
-    if constexpr (G::high_pitch != 0) {
-      constexpr u32 pieces = G::Traits::high_bytes_128 / 16;
-      const u32 row = lane / pieces % 16, m = lane / (16 * pieces);
-      tile_high = high + u64(weight_row(m, row)) * (G::chunks * G::segments * G::Traits::high_bytes_128) +
-                  lane % pieces * 16;
-    }
+    tile_codes = code_offset(0, lane / 4);
+    if constexpr (G::high_pitch != 0) tile_high = high_offset(lane);
     if constexpr (format == Format::nvfp4) {
-      const u32 m = lane / 8, piece = lane % 8;
-      const u32 row = weight_row(m % G::mtiles, 0);
-      tile_scales = scales + nvfp4_scale_offset(row, piece / 4 * 4, G::k) + piece % 4 * 16;
+      const u32 piece = lane % 8;  // two tiles of 64 columns, four rows of each quarter
+      tile_scales = Offset(nvfp4_scale_offset(weight_row(lane / 8 % G::mtiles, 0), piece / 4 * 4, G::k)) + piece % 4 * 16;
     } else if constexpr (G::Traits::grouped_int) {
-      tile_scales = scales + u64(weight_row(lane / 16 % G::mtiles, lane % 16)) * (G::groups * 2);
+      tile_scales = scale_offset(lane);
     }
   }
 
   // Chunk `number` of the row (counted over all segments) into the stage at `stage`.
   NINFERC_DEVICE void copy(u32 stage, u32 number) const {
     const u32 begin = G::chunk_begin(number), end = G::chunk_end(number);
+    const u32 code_bytes = begin / 8 * (G::Traits::code_bytes_128 / 16);
+    const u32 to_codes = stage + stored_offset();
 #pragma unroll
     for (u32 m = 0; m < G::mtiles; ++m) {
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
-        const u8* row = tile_codes + (G::rows_of_mtile(m) + half * G::rows_of_half) * G::row_bytes;
-        if constexpr (!G::whole_rows) row = codes + weight_row(m, lane / 4 + 8 * half) * G::row_bytes + lane % 4 * 16;
-        row += begin / 8 * (G::Traits::code_bytes_128 / 16);
+        Offset from = tile_codes + Offset((G::rows_of_mtile(m) + half * G::rows_of_half) * G::row_bytes) + code_bytes;
+        if constexpr (!G::whole_rows) from = code_offset(m, lane / 4 + 8 * half) + code_bytes;
 #pragma unroll
-        for (u32 slab = 0; slab < G::slabs; ++slab) {
-          const u32 to = stage + (m * G::slabs + slab) * 1024 + (lane / 4 + 8 * half) * 64 + stored_piece() * 16;
-          copy_codes(to, row + slab * 64, begin + slab * (128 / G::slabs), end);
-        }
+        for (u32 slab = 0; slab < G::slabs; ++slab)
+          copy_codes(to_codes + (m * G::slabs + slab) * 1024 + half * 512, codes + from + slab * 64,
+                     begin + slab * (128 / G::slabs), end);
       }
     }
     if constexpr (G::high_pitch != 0) {
-      constexpr u32 pieces = G::Traits::high_bytes_128 / 16;
 #pragma unroll
-      for (u32 base = 0; base < G::mtiles * 16 * pieces; base += 32) {
-        const u32 index = base + lane, row = index / pieces;
-        const u8* from = tile_high + number * G::Traits::high_bytes_128;
-        if (base > 0) {
-          from = high + u64(weight_row(row / 16, row % 16)) * (G::chunks * G::segments * G::Traits::high_bytes_128) +
-                 lane % pieces * 16 + number * G::Traits::high_bytes_128;
-        }
-        if (G::mtiles * 16 * pieces % 32 == 0 || index < G::mtiles * 16 * pieces)
-          cp_async_16(stage + G::high_offset + row * G::high_pitch + lane % pieces * 16, from);
+      for (u32 base = 0; base < G::mtiles * 16 * high_pieces; base += 32) {
+        const u32 index = base + lane;
+        const Offset from = (base == 0 ? tile_high : high_offset(index)) + number * G::Traits::high_bytes_128;
+        if (G::mtiles * 16 * high_pieces % 32 == 0 || index < G::mtiles * 16 * high_pieces)
+          cp_async_16(stage + G::high_offset + index / high_pieces * G::high_pitch + lane % high_pieces * 16, high + from);
       }
     }
     if constexpr (format == Format::nvfp4) {
       if (G::mtiles == 4 || lane < 8 * G::mtiles) {
         const u32 to = stage + G::scale_offset + lane * 16;
-        const u8* from = tile_scales + begin / 64 * 512;
-        if constexpr (G::whole_k) {
-          cp_async_16(to, from);
-        } else {
-          const bool valid = begin + lane % 8 / 4 * 64 < end;
-          cp_async_16_zfill(to, valid ? from : scales, valid);
-        }
+        const u8* from = scales + (tile_scales + begin / 64 * 512);
+        const bool valid = G::whole_k || begin + lane % 8 / 4 * 64 < end;
+        if constexpr (G::whole_k) cp_async_16(to, from);
+        else cp_async_16_zfill(to, valid ? from : scales, valid);
       }
     } else if constexpr (G::Traits::grouped_int) {
 #pragma unroll
       for (u32 base = 0; base < G::mtiles * 16; base += 32) {
         const u32 index = base + lane;
-        const u8* from = tile_scales + number * G::scale_row;
-        if (base > 0) from = scales + u64(weight_row(index / 16, index % 16)) * (G::groups * 2) + number * G::scale_row;
+        const Offset from = (base == 0 ? tile_scales : scale_offset(index)) + number * G::scale_row;
         if (G::mtiles % 2 == 0 || index < G::mtiles * 16)
-          cp_async_small<G::scale_row>(stage + G::scale_offset + index * G::scale_row, from);
+          cp_async_small<G::scale_row>(stage + G::scale_offset + index * G::scale_row, scales + from);
       }
     }
   }
 
  private:
-  // Lanes read eight bytes of a 32-byte group of grouped formats: every other pair of rows swaps its groups, so that the
-  // reads are free of bank conflicts.
-  NINFERC_DEVICE u32 stored_piece() const {
-    if constexpr (G::Traits::grouped_int) return lane % 4 ^ (lane / 8 % 2 * 2);
-    else return lane % 4;
+  NINFERC_DEVICE Offset code_offset(u32 m, u32 r) const {
+    return Offset(weight_row(m, r)) * Offset(G::row_bytes) + lane % 4 * 16;
+  }
+  // Copy `index` of the high bits or scales of a tile: row after row of one matrix tile after the other.
+  NINFERC_DEVICE Offset high_offset(u32 index) const {
+    const u32 row = index / high_pieces % (16 * G::mtiles);
+    return Offset(weight_row(row / 16, row % 16)) * Offset(high_row_bytes) + index % high_pieces * 16;
+  }
+  NINFERC_DEVICE Offset scale_offset(u32 index) const {
+    const u32 row = index % (16 * G::mtiles);
+    return Offset(weight_row(row / 16, row % 16)) * Offset(G::groups * 2);
+  }
+  // Of the lane's first copy in a slab: 16 bytes per lane.  Lanes read eight bytes of a 32-byte group of grouped formats:
+  // every other pair of rows swaps its groups there, so that the reads are free of bank conflicts.
+  NINFERC_DEVICE u32 stored_offset() const {
+    if constexpr (G::Traits::grouped_int) return (lane ^ (lane / 8 % 2 * 2)) * 16;
+    else return lane * 16;
   }
   // The lane's piece of a slab that begins at column `begin`; what lies past column `end` reads as zero.
   NINFERC_DEVICE void copy_codes(u32 to, const u8* from, u32 begin, u32 end) const {
@@ -203,37 +207,38 @@ struct ChunkProduct {
 
     NINFERC_DEVICE void load(u32 stage, u32 m) {
       const u32 group = lane_id() / 4, pair = lane_id() % 4;
+      const u32 swap = group / 2 % 2 * 32, lane_row = group * 64 + pair * 8;
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
-        const u32 row = group + 8 * half;
 #pragma unroll
         for (u32 slab = 0; slab < G::slabs; ++slab) {
-          const u32 at = stage + (m * G::slabs + slab) * 1024 + row * 64;
+          const u32 at = (m * G::slabs + slab) * 1024 + half * 512;
           if constexpr (G::Traits::grouped_int) {
-            const u32 swap = group / 2 % 2 * 32;
-            const u32x2 g0 = ld_shared<u32x2>(at + swap + pair * 8), g1 = ld_shared<u32x2>(at + (swap ^ 32) + pair * 8);
+            const u32x2 g0 = ld_shared<u32x2>(stage + (lane_row + swap) + at);
+            const u32x2 g1 = ld_shared<u32x2>(stage + (lane_row + (swap ^ 32)) + at);
             words[half][slab] = u32x4{g0.x, g0.y, g1.x, g1.y};
           } else {
-            words[half][slab] = ld_shared<u32x4>(at + pair * 16);
+            words[half][slab] = ld_shared<u32x4>(stage + lane_id() * 16 + at);
           }
         }
-        const u32 high_row = stage + G::high_offset + (m * 16 + row) * G::high_pitch;
+        const u32 high_at = G::high_offset + (m * 16 + 8 * half) * G::high_pitch;
         if constexpr (format == Format::q5g64) {
-          high[half][0] = ld_shared<u16>(high_row + pair * 2);
-          high[half][1] = ld_shared<u16>(high_row + 8 + pair * 2);
+          high[half][0] = ld_shared<u16>(stage + (group * G::high_pitch + pair * 2) + high_at);
+          high[half][1] = ld_shared<u16>(stage + (group * G::high_pitch + pair * 2) + high_at + 8);
         } else if constexpr (format == Format::q6g64) {
-          high[half][0] = ld_shared<u32>(high_row + pair * 4);
-          high[half][1] = ld_shared<u32>(high_row + 16 + pair * 4);
+          high[half][0] = ld_shared<u32>(stage + (group * G::high_pitch + pair * 4) + high_at);
+          high[half][1] = ld_shared<u32>(stage + (group * G::high_pitch + pair * 4) + high_at + 16);
         }
-        const u32 scale_row = stage + G::scale_offset + m * G::scale_bytes + row * G::scale_row;
+        const u32 scale_at = G::scale_offset + m * G::scale_bytes + 8 * half * G::scale_row;
         if constexpr (format == Format::w8g32) {
-          const u32x2 four = ld_shared<u32x2>(scale_row);
+          const u32x2 four = ld_shared<u32x2>(stage + group * 8 + scale_at);
           scales[half][0] = four.x;
           scales[half][1] = four.y;
         } else if constexpr (G::Traits::grouped_int) {
-          scales[half][0] = ld_shared<u32>(scale_row);
+          scales[half][0] = ld_shared<u32>(stage + group * 4 + scale_at);
         } else if constexpr (format == Format::nvfp4) {
-          unpack_nvfp4_scales(ld_shared<u16>(scale_row + pair / 2 * 64 + pair % 2 * 2), scales[half][0], scales[half][1]);
+          const u32 lane_scale = group * 4 + pair / 2 * 64 + pair % 2 * 2;
+          unpack_nvfp4_scales(ld_shared<u16>(stage + lane_scale + scale_at), scales[half][0], scales[half][1]);
         }
       }
     }

@@ -1,0 +1,320 @@
+"""Decode products against FP64 references, and the equality of their bits over columns, tiles, slices and segments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from compiler.emit.arch import caps
+from compiler.emit.nvrtc import compile_source
+from compiler.emit.render import render
+from compiler.ir.op import Op
+from compiler.ir.types import IRError, Ref, TensorType
+from compiler.kernels.control import rmsnorm_spec
+from compiler.kernels.linear_columns import (
+    BUCKETS,
+    FORMATS,
+    Product,
+    Tile,
+    candidates,
+    choose,
+    fits,
+    linear_spec,
+    problem,
+    slices_of,
+    spec_of,
+)
+from compiler.kernels.spec import KernelSpec
+from tests.emulator.harness import assert_close_to_fp64, from_bf16, poisoned, to_bf16, under_schedules
+from tests.gpu_launch import EmulatorLauncher
+from tests.kernels.encoded_weights import Weights, random_weights
+
+Array = np.ndarray[Any, Any]
+H200 = caps("sm_90a")
+EPS = 1e-6
+# An FP32 output carries the error of its own sum, which an output rounded to bf16 hides.
+F32_FACTOR = 60.0
+
+
+def activations(rng: np.random.Generator, columns: int, k: int) -> Array:
+    """bf16 bits [columns, k]; columns differ in size."""
+    return to_bf16(rng.standard_normal((columns, k)) * np.exp2(rng.integers(-3, 4, (columns, 1))))
+
+
+def launch(backend: Any, product: Product, weights: Weights, x: Array, tile: Tile | None = None, residual: Array | None = None,
+           norm_w: Array | None = None, pad: int = 0) -> Array:  # fmt: skip
+    """The output [columns, outputs] of one launch; ``pad`` more elements per row on every strided operand, checked to be
+    untouched."""
+    target = caps(backend.arch)
+    spec = spec_of(product, tile or choose(product, target), target, EPS)
+    return launch_spec(backend, spec, product, weights, x, residual, norm_w, pad)
+
+
+def launch_spec(backend: Any, spec: KernelSpec, product: Product, weights: Weights, x: Array, residual: Array | None = None,
+                norm_w: Array | None = None, pad: int = 0) -> Array:  # fmt: skip
+    def padded(array: Array) -> Array:
+        wide = poisoned((array.shape[0], array.shape[1] + pad), "bf16")
+        wide[:, : array.shape[1]] = array
+        return wide
+
+    wide_x = padded(x)
+    y = poisoned((product.columns, product.outputs + pad), "f32" if product.epilogue == "store_f32" else "bf16")
+    args: list[Any] = [wide_x, wide_x.shape[1], *weights.pointers()]
+    if norm_w is not None:
+        args.append(norm_w)
+    if residual is not None:
+        wide_residual = padded(residual)
+        args += [wide_residual, wide_residual.shape[1]]
+    args += [y, y.shape[1], product.columns]
+    if norm_w is not None:
+        args.append(EPS)
+    backend.launch(spec, render(spec.template, spec.entry, spec.params), args)
+    untouched = y.view(np.uint8).reshape(product.columns, -1)[:, product.outputs * y.itemsize :]
+    assert np.all(untouched == 0xFF)
+    return y[:, : product.outputs]
+
+
+def reference(product: Product, weights: Weights, x: Array, residual: Array | None = None) -> Array:
+    y = from_bf16(x).astype(np.float64) @ weights.values.T
+    if product.epilogue == "swiglu":
+        gate, up = y[:, : product.outputs], y[:, product.outputs :]
+        return np.asarray(gate / (1 + np.exp(-gate)) * up)
+    return np.asarray(y + from_bf16(residual)) if residual is not None else np.asarray(y)
+
+
+def check(backend: Any, product: Product, seed: int, tile: Tile | None = None, pad: int = 0) -> Array:
+    rng = np.random.default_rng(seed)
+    weights = random_weights(rng, product.format, product.n, product.k)
+    x = activations(rng, product.columns, product.k)
+    residual = activations(rng, product.columns, product.outputs) if product.epilogue == "residual" else None
+    y = launch(backend, product, weights, x, tile, residual, pad=pad)
+    wanted = reference(product, weights, x, residual)
+    if product.epilogue == "store_f32":
+        assert_close_to_fp64(y, wanted, "f32", factor=F32_FACTOR)
+    else:
+        assert_close_to_fp64(y, wanted, "bf16")
+    return y
+
+
+@pytest.mark.parametrize("epilogue", ["store", "store_f32", "swiglu", "residual"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_and_epilogue(kernel_backend: Any, format: str, epilogue: str) -> None:
+    check(kernel_backend, Product(format, 256 if epilogue == "swiglu" else 128, 256, 3, 1, epilogue), 1, pad=8)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_bits_do_not_depend_on_the_number_of_columns(kernel_backend: Any, format: str) -> None:
+    """Column c of a product at 64 columns equals the same column at any other count, for counts inside buckets too."""
+    rng = np.random.default_rng(2)
+    weights, x = random_weights(rng, format, 128, 1280), activations(rng, 64, 1280)
+    wide = Product(format, 128, 1280, 64)
+    assert wide.slices == 2
+    all_columns = launch(kernel_backend, wide, weights, x)
+    assert_close_to_fp64(all_columns, reference(wide, weights, x), "bf16")
+    for columns in (1, 2, 3, 8, 13, 32):
+        some = launch(kernel_backend, replace(wide, columns=columns), weights, x[64 - columns :])
+        assert np.array_equal(some, all_columns[64 - columns :]), columns
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_half_k_launches_add_up_to_the_full_product(kernel_backend: Any, format: str) -> None:
+    """tp 2: each rank's FP32 partial sum is the segment of the full product, so partial sums in rank order, then the
+    residual, then one rounding give the bits of the product with two segments."""
+    rng = np.random.default_rng(3)
+    full = Product(format, 128, 2560, 2, 2, "residual")
+    weights, x, residual = (random_weights(rng, format, 128, 2560), activations(rng, 2, 2560), activations(rng, 2, 128))
+    y = launch(kernel_backend, full, weights, x, residual=residual)
+    assert_close_to_fp64(y, reference(full, weights, x, residual), "bf16")
+    half = replace(full, k=1280, segments=1, epilogue="store_f32")
+    first, second = (
+        launch(kernel_backend, half, weights.columns(b, b + 1280), np.ascontiguousarray(x[:, b : b + 1280]))
+        for b in (0, 1280)
+    )
+    assert np.array_equal(y, to_bf16((first + second) + from_bf16(residual)))
+
+
+@pytest.mark.parametrize("columns", [1, 8, 16])
+@pytest.mark.parametrize("format", ["NVFP4", "Q5G64_F16S", "FP8_E4M3FN_ROW_BF16S"])
+def test_bits_do_not_depend_on_the_tile(kernel_backend: Any, format: str, columns: int) -> None:
+    rng = np.random.default_rng(4)
+    product = Product(format, 256, 1280, columns)
+    weights, x = random_weights(rng, format, 256, 1280), activations(rng, columns, 1280)
+    tiles = [Tile(1, 1, 2, 3, False, 0), Tile(2, 2, 1, 4, False, 1), Tile(1, 3, 2, 3, False, 0), Tile(4, 1, 2, 3, True, 0),
+             Tile(1, 2, 2, 4, True, 1), Tile(2, 1, 1, 3, True, 0)]  # fmt: skip
+    outputs = []
+    for i, tile in enumerate(tiles):
+        target = caps(kernel_backend.arch, sms=1 + i % 3)  # few multiprocessors: blocks walk over several tiles
+        if fits(product, tile, target):
+            spec = spec_of(product, tile, target)
+            outputs.append(launch_spec(kernel_backend, spec, product, weights, x))
+    assert len(outputs) >= 5
+    assert_close_to_fp64(outputs[0], reference(product, weights, x), "bf16")
+    for other in outputs[1:]:
+        assert np.array_equal(outputs[0], other)
+
+
+ODD = [
+    Product("BF16", 40, 200, 2),
+    Product("BF16", 96, 48, 1, 2, "residual"),
+    Product("BF16", 24, 8, 5),
+    Product("BF16", 72, 1000, 9),
+    Product("Q4G64_F16S", 50, 200, 3),
+    Product("Q5G64_F16S", 100, 136, 1, 1, "swiglu"),
+    Product("Q6G64_F16S", 17, 64, 8),
+    Product("W8G32_F16S", 50, 200, 17),
+    Product("W8G32_F16S", 1, 32, 1),
+    Product("NVFP4", 256, 192, 4, 1, "swiglu"),
+    Product("NVFP4", 128, 128, 1, 2, "residual"),
+    Product("NVFP4", 384, 64, 20),
+    Product("FP8_E4M3FN_ROW_BF16S", 50, 200, 2),
+    Product("FP8_E4M3FN_ROW_BF16S", 30, 1040, 10, 1, "swiglu"),
+    Product("FP8_E4M3FN_ROW_BF16S", 33, 336, 1, 2, "residual"),
+]
+
+
+@pytest.mark.parametrize("product", ODD, ids=lambda p: f"{p.kernel_format}-{p.n}x{p.k}-c{p.columns}-s{p.segments}-{p.epilogue}")
+def test_odd_shapes(kernel_backend: Any, product: Product) -> None:
+    check(kernel_backend, product, 5, pad=16)
+
+
+@pytest.mark.parametrize("mtiles", [1, 2, 4])
+@pytest.mark.parametrize("format", ["BF16", "Q6G64_F16S", "W8G32_F16S"])
+def test_rows_past_the_end_of_a_tile(kernel_backend: Any, format: str, mtiles: int) -> None:
+    """40 rows in tiles of up to 64: rows that do not exist are neither read nor written."""
+    check(kernel_backend, Product(format, 40, 128, 2), 6, Tile(mtiles, 1, 1, 3, mtiles != 2, 0))
+    if mtiles > 1:
+        check(kernel_backend, Product(format, 80, 128, 2, 1, "swiglu"), 6, Tile(mtiles, 2, 1, 3, mtiles == 2, 0))
+
+
+@pytest.mark.parametrize("columns", [1, 3, 8])
+def test_norm_prologue(kernel_backend: Any, columns: int) -> None:
+    """The fused norm gives the bits of the stand-alone norm followed by the product."""
+    rng = np.random.default_rng(7)
+    product = Product("NVFP4", 256, 640, columns, 1, "swiglu", norm=True)
+    weights, x = random_weights(rng, "NVFP4", 256, 640), activations(rng, columns, 640)
+    norm_w = to_bf16(rng.standard_normal(640) / 4)
+    fused = launch(kernel_backend, product, weights, x, norm_w=norm_w)
+    types = {name: TensorType((columns, 640), "bf16") for name in ("x", "y")}
+    op = Op("rmsnorm", {"x": Ref("x"), "w": Ref("w")}, {"y": Ref("y")}, attrs={"eps": EPS})
+    norm = rmsnorm_spec(op, types, caps(kernel_backend.arch))
+    normed = poisoned((columns, 640))
+    kernel_backend.launch(norm, render(norm.template, norm.entry, norm.params), [x, 640, norm_w, normed, 640, EPS])
+    plain = replace(product, norm=False)
+    assert np.array_equal(fused, launch(kernel_backend, plain, weights, normed))
+    assert_close_to_fp64(fused, reference(plain, weights, normed), "bf16")
+
+
+@pytest.mark.parametrize("product, tile", [
+    (Product("NVFP4", 512, 640, 3, 1, "swiglu"), Tile(2, 2, 1, 3, True, 1)),
+    (Product("NVFP4", 128, 1280, 2), Tile(1, 2, 2, 3, True, 1)),
+    (Product("Q5G64_F16S", 128, 1280, 16), Tile(1, 4, 2, 3, False, 1)),
+    (Product("W8G32_F16S", 64, 1280, 8), Tile(1, 1, 2, 3, False, 1)),
+])  # fmt: skip
+def test_no_race(product: Product, tile: Tile) -> None:
+    """Any order of warps and any landing time of the copies gives the same bits (emulator only)."""
+    rng = np.random.default_rng(8)
+    weights = random_weights(rng, product.format, product.n, product.k)
+    x = activations(rng, product.columns, product.k)
+    spec = spec_of(product, tile, caps("sm_90a", sms=2))
+    run = under_schedules(lambda seed: [launch_spec(EmulatorLauncher(seed), spec, product, weights, x)])
+    assert_close_to_fp64(run[0], reference(product, weights, x), "bf16")
+
+
+# ---- selection ---------------------------------------------------------------------------------------------------
+
+
+def test_slices_depend_on_k_of_one_segment() -> None:
+    assert [slices_of(k) for k in (128, 640, 1280, 3072, 5120, 6144, 8704, 17408)] == [1, 1, 2, 4, 8, 8, 4, 8]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_120a"])
+def test_a_tile_fits_every_production_shape(arch: str) -> None:
+    target = caps(arch)
+    shapes = [(34816, 5120, 1, "swiglu"), (5120, 17408, 2, "residual"), (5120, 6144, 2, "residual"), (16384, 5120, 1, "store"),
+              (248320, 5120, 1, "store")]  # fmt: skip
+    for format in FORMATS:
+        for n, k, segments, epilogue in shapes:
+            for columns in (1, 8, 64):
+                product = Product(format, n, k, columns, segments, epilogue)
+                tile = choose(product, target)
+                assert fits(product, tile, target)
+                assert spec_of(product, tile, target).block <= 1024
+
+
+def test_candidates_are_legal_and_distinct() -> None:
+    product = Product("NVFP4", 34816, 5120, 4, 1, "swiglu")
+    tiles = list(candidates(product, H200))
+    assert len(tiles) == len(set(tiles)) > 5
+    assert all(fits(product, tile, H200) for tile in tiles)
+
+
+def linear_op(kind: str = "linear", offset: int = 0, k: int = 256, **attrs: Any) -> tuple[Op, dict[str, TensorType]]:
+    types = {"x": TensorType((2, k), "bf16"), "w": TensorType((128, k), "u8"), "y": TensorType((2, 128), "bf16")}
+    inputs = {"x": Ref("h", offset, k), "w": Ref("w")}
+    return Op(kind, inputs, {"y": Ref("y")}, attrs=attrs or {"segments": 1, "f32": False}), types
+
+
+def test_spec_names_its_kernel_and_arguments() -> None:
+    op, types = linear_op()
+    spec = linear_spec(op, types, "Q4G64_F16S", 256, H200)
+    assert spec.entry == "linear_q4g64_n128_k256_c2_sm90a"
+    assert spec.args == ("x", "x_stride", "w_codes", "w_high", "w_scales", "w_divisor", "y", "y_stride", "columns")
+    assert spec.scalars == {"columns": 2}
+    norm = Op("rmsnorm", {"x": Ref("x"), "w": Ref("nw")}, {"y": Ref("h")}, attrs={"eps": EPS})
+    fused = linear_spec(op, types, "Q4G64_F16S", 256, H200, norm)
+    assert fused.entry == "linear_q4g64_n128_k256_c2_norm_sm90a"
+    assert fused.args[6] == "norm_w" and fused.args[-1] == "eps" and fused.scalars["eps"] == EPS
+
+
+@pytest.mark.parametrize("change, arch, message", [
+    ({"format": "I32"}, "sm_90a", "weights in I32"),
+    ({}, "sm_75", "sm_75 has no bf16 matrix instructions"),
+    ({"columns": 65}, "sm_90a", "65 columns"),
+    ({"k": 250}, "sm_90a", "K = 250 in 1 segments"),
+    ({"k": 384, "segments": 2, "format": "Q4G64_F16S"}, "sm_90a", "multiples of 128"),
+    ({"n": 192}, "sm_90a", "outputs in multiples of 128"),
+    ({"n": 128, "epilogue": "swiglu"}, "sm_90a", "outputs in multiples of 128"),
+    ({"n": 7, "epilogue": "swiglu", "format": "BF16"}, "sm_90a", "7 rows of gate and up"),
+])  # fmt: skip
+def test_what_cannot_be_computed_is_refused(change: dict[str, Any], arch: str, message: str) -> None:
+    product = replace(Product("NVFP4", 128, 256, 1), **change)
+    assert message in str(problem(product, caps(arch)))
+    with pytest.raises(IRError, match=message):
+        spec_of(product, Tile(1, 1, 1, 3, True, 0), caps(arch))
+
+
+def test_misaligned_activations_are_refused() -> None:
+    op, types = linear_op(offset=4)
+    with pytest.raises(IRError, match="multiples of 8"):
+        linear_spec(op, types, "BF16", 512, H200)
+    op, types = linear_op()
+    with pytest.raises(IRError, match="multiples of 8"):
+        linear_spec(op, types, "BF16", 258, H200)
+
+
+def assert_no_local_memory(product: Product, arch: str) -> None:
+    target = caps(arch)
+    spec = spec_of(product, choose(product, target), target, EPS)
+    used = compile_source(spec.entry, render(spec.template, spec.entry, spec.params), arch).resources
+    assert (used.stack, used.spill_stores, used.spill_loads, used.local) == (0, 0, 0, 0), (spec.entry, used)
+    assert used.static_smem + spec.smem <= target.smem_block
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_local_memory(format: str) -> None:
+    assert_no_local_memory(Product(format, 34816, 5120, 8, 1, "swiglu"), "sm_90a")
+    assert_no_local_memory(Product(format, 5120, 17408, 1, 2, "residual"), "sm_86")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
+@pytest.mark.parametrize("columns", BUCKETS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_local_memory_anywhere(format: str, columns: int, arch: str) -> None:
+    assert_no_local_memory(Product(format, 34816, 5120, columns, 1, "swiglu"), arch)
+    assert_no_local_memory(Product(format, 5120, 17408, columns, 2, "residual"), arch)
+    if columns <= 8:
+        assert_no_local_memory(Product(format, 16384, 5120, columns, norm=True), arch)
