@@ -58,3 +58,8 @@ def quoted(text: object, limit: int = 80) -> str:
     plain = text if isinstance(text, str) else repr(text)
     shown = ascii(plain[: limit + 1])[1:-1]
     return f"'{shown[:limit]}...'" if len(shown) > limit else f"'{shown}'"
+
+
+def quoted_path(path: object) -> str:
+    """A path as `quoted`, in full: what tells two paths apart is often their end."""
+    return quoted(str(path), 4096)

@@ -7,12 +7,12 @@ import shutil
 import threading
 from pathlib import Path
 
-from artifacts.errors import OutputError, quoted
+from artifacts.errors import OutputError, quoted_path
 
 
 def output_error(path: Path, error: OSError) -> OutputError:
     """One line for an operating system error on an output path."""
-    return OutputError(f"{quoted(str(path))}: {error.strerror or error}")
+    return OutputError(f"{quoted_path(path)}: {error.strerror or error}")
 
 
 def require_space(directory: Path, needed: int) -> None:
@@ -22,7 +22,7 @@ def require_space(directory: Path, needed: int) -> None:
     except OSError as error:
         raise output_error(directory, error) from None
     if free < needed:
-        raise OutputError(f"{quoted(str(directory))}: {needed} bytes are needed, {free} are free")
+        raise OutputError(f"{quoted_path(directory)}: {needed} bytes are needed, {free} are free")
 
 
 def sync_directory(directory: Path) -> None:
@@ -47,7 +47,7 @@ class OutputFile:
         self.size = size
         self.overwrite = overwrite
         if not overwrite and os.path.lexists(path):
-            raise OutputError(f"{quoted(str(path))} exists already")
+            raise OutputError(f"{quoted_path(path)} exists already")
         self._lock = threading.Lock()
         self._temporary = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial"
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0)
@@ -67,7 +67,7 @@ class OutputFile:
         """Write all of `data` (bytes, flat) at a file offset. Errors: OutputError (disk full, outside the file)."""
         if offset < 0 or offset + len(data) > self.size:
             span = f"[{offset}, {offset + len(data)})"
-            raise OutputError(f"{quoted(str(self.path))}: write of {span} leaves the planned {self.size} bytes")
+            raise OutputError(f"{quoted_path(self.path)}: write of {span} leaves the planned {self.size} bytes")
         try:
             while data:
                 written = self._write(data, offset)
@@ -75,7 +75,7 @@ class OutputFile:
                 offset += written
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                raise OutputError(f"{quoted(str(self.path))}: no space left on the device") from None
+                raise OutputError(f"{quoted_path(self.path)}: no space left on the device") from None
             raise output_error(self.path, error) from None
 
     def _write(self, data: memoryview, offset: int) -> int:
@@ -107,7 +107,7 @@ class OutputFile:
             self.published = True
             sync_directory(self.path.parent)
         except FileExistsError:
-            raise OutputError(f"{quoted(str(self.path))} exists already") from None
+            raise OutputError(f"{quoted_path(self.path)} exists already") from None
         except OSError as error:
             raise output_error(self.path, error) from None
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts.container.schema import METADATA_ALIGNMENT
-from artifacts.errors import FramingError, GeometryError, PartError, quoted
+from artifacts.errors import FramingError, GeometryError, PartError, quoted, quoted_path
 
 PART_MAGIC = b"NINPRT\x00\x03"
 PART_HEADER_BYTES = METADATA_ALIGNMENT
@@ -32,15 +32,15 @@ class MappedFile:
         try:
             # The kind is checked before opening: opening a pipe would wait for a writer.
             if not stat.S_ISREG(path.stat().st_mode):
-                raise FramingError(f"{quoted(str(path))} is not a regular file")
+                raise FramingError(f"{quoted_path(path)} is not a regular file")
             with open(path, "rb") as file:
                 self.size = os.fstat(file.fileno()).st_size
                 if self.size == 0:
-                    raise FramingError(f"{quoted(str(path))} is empty")
+                    raise FramingError(f"{quoted_path(path)} is empty")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise FramingError(f"{quoted(str(path))}: {reason}") from None
+            raise FramingError(f"{quoted_path(path)}: {reason}") from None
         self.data: Bytes = np.frombuffer(self._map, np.uint8)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from artifacts.container.artifact import Frame, read_backup, read_frame
 from artifacts.container.output import output_error, sync_directory
-from artifacts.errors import ArtifactError, FramingError, OutputError, quoted
+from artifacts.errors import ArtifactError, FramingError, OutputError, quoted, quoted_path
 
 PREFIX_BYTES = 16
 
@@ -54,7 +54,7 @@ def read_range(path: Path, offset: int, length: int) -> bytes:
             file.seek(offset)
             return file.read(length)
     except OSError as error:
-        raise FramingError(f"{quoted(str(path))}: {error.strerror or error}") from None
+        raise FramingError(f"{quoted_path(path)}: {error.strerror or error}") from None
 
 
 class Rewrite:
@@ -76,7 +76,7 @@ class Rewrite:
         try:
             return read_backup(self.backup, self.path.stat().st_size)[0].version
         except ArtifactError as error:
-            what = f"{quoted(str(self.backup))} is not a backup of {quoted(self.path.name)}"
+            what = f"{quoted_path(self.backup)} is not a backup of {quoted(self.path.name)}"
             raise OutputError(f"{what} ({error}); move it away") from None
 
     def recover(self) -> None:
@@ -113,7 +113,7 @@ class Rewrite:
 def frame_of(path: Path) -> Frame:
     """The header of a regular file. Errors: FramingError, DirectoryError."""
     if not path.is_file():
-        raise FramingError(f"{quoted(str(path))} is not a regular file")
+        raise FramingError(f"{quoted_path(path)} is not a regular file")
     return read_frame(read_range(path, 0, 32), path.stat().st_size)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from artifacts.container.artifact import MAGICS, Artifact
-from artifacts.errors import DownloadError, OutputError, quoted
+from artifacts.errors import DownloadError, OutputError, quoted, quoted_path
 from artifacts.identities.registry import REGISTRY, RegisteredIdentity
 from artifacts.tools.http_stream import TransientError, stream
 
@@ -207,7 +207,7 @@ def _fetch(
                 try:
                     partial.resume(remote, progress)
                 except OSError as error:
-                    raise OutputError(f"{quoted(str(partial.path))}: {error.strerror or error}") from None
+                    raise OutputError(f"{quoted_path(partial.path)}: {error.strerror or error}") from None
                 first, since = remote, partial.size
             elif (remote.etag, remote.size) != (first.etag, first.size):
                 raise DownloadError(f"{quoted(file)} changed on the Hub during the download; start again")
@@ -240,7 +240,7 @@ def _already_there(target: Path, remote: RemoteFile, sha256: str | None) -> bool
         with open(target, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() == wanted:
                 return True
-    raise OutputError(f"{quoted(str(target))} exists and is not the file on the Hub; move it away")
+    raise OutputError(f"{quoted_path(target)} exists and is not the file on the Hub; move it away")
 
 
 def _transfer(
@@ -265,7 +265,7 @@ def _transfer(
             if progress is not None:
                 progress(partial.size, remote.size)
     except OSError as error:
-        raise OutputError(f"{quoted(str(partial.path))}: {error.strerror or error}") from None
+        raise OutputError(f"{quoted_path(partial.path)}: {error.strerror or error}") from None
 
 
 def _check_early(partial: _Partial, remote: RemoteFile, sha256: str | None, name: str) -> None:

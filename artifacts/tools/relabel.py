@@ -8,9 +8,10 @@ from pathlib import Path
 
 from artifacts.container.artifact import Artifact
 from artifacts.container.directory_v2 import Identity, encode_directory
+from artifacts.container.schema import TensorObject
 from artifacts.container.writer import MAGIC_OF_VERSION
 from artifacts.errors import ArtifactError, IdentityError, OutputError
-from artifacts.identities.registry import REGISTRY, identify
+from artifacts.identities.registry import REGISTRY, identify, tensor_signature
 from artifacts.layouts import align_up
 from artifacts.tools.inplace import Disk, Rewrite, header_bytes
 
@@ -76,10 +77,8 @@ def _target(artifact: Artifact, weights_id: str | None) -> Identity:
             raise IdentityError(f"{artifact.path.name}: {artifact.identity} is not registered; name the new weights id")
         return belongs.identity
     after = Identity(artifact.identity.model_id, weights_id)
-    target = REGISTRY.get(after)
-    if target is not None:
-        published = target.published_as or after
-        actual = identify(published, artifact.objects.values())
-        if actual is None or actual.identity != after:
+    if after in REGISTRY:
+        stored = {(o.name, o.shape, o.format) for o in artifact.objects.values() if isinstance(o, TensorObject)}
+        if not tensor_signature(after) <= stored:
             raise IdentityError(f"{artifact.path.name}: its objects are not those of {after}")
     return after
