@@ -56,10 +56,15 @@ IN_TOKENIZER_JSON = 26
 """The published tokenizer.json ends at `</think>`; the audio tokens stand only in tokenizer_config.json."""
 
 CHAT_TEMPLATE = (
-    "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endfor %}"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n"
-    "{%- if enable_thinking is defined and not enable_thinking %}\n<think>\n\n</think>\n\n"
-    "{%- else %}\n<think>\n{% endif %}{% endif %}"
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}"
+    "{%- if enable_thinking is defined and not enable_thinking -%}"
+    "{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}"
+    "{%- else -%}"
+    "{{ '<|im_start|>assistant\\n<think>\\n' }}"
+    "{%- endif -%}{%- endif -%}"
 )
 
 

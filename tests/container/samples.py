@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import artifacts
 from artifacts import Identity, ObjectPlan
@@ -58,7 +59,9 @@ def resources(dims: TextDims = DIMS, vision: bool = False) -> dict[str, bytes]:
     return {**RESOURCES, CONFIG_RESOURCE: json.dumps(config).encode()}
 
 
-def write_v2(path: Path, weights: str = "groupwise-int", dims: TextDims = DIMS, vision: bool = False, **plan: int) -> Path:
+def write_v2(
+    path: Path, weights: str = "groupwise-int", dims: TextDims = DIMS, vision: bool = False, draft_rows: int = 0
+) -> Path:
     """An unregistered version 2 artifact with MTP."""
     data = resources(dims, vision)
     plans = plan_objects(
@@ -66,8 +69,8 @@ def write_v2(path: Path, weights: str = "groupwise-int", dims: TextDims = DIMS, 
         weights,
         with_mtp=True,
         with_vision=TOWER if vision else None,
+        draft_rows=draft_rows,
         resources={name: len(value) for name, value in data.items()},
-        **plan,
     )
     synthesize(path, Identity("sample", weights), plans, data, domain=290, threads=1)
     return path
@@ -87,10 +90,10 @@ def write_v1(path: Path) -> Path:
     return path
 
 
-def write_v3(path: Path, source: Path | None = None, limit: int = 32_000_000_000, **v2: object) -> Path:
+def write_v3(path: Path, source: Path | None = None, limit: int = 32_000_000_000, **v2: Any) -> Path:
     """The version 3 form of `source`, by default of a fresh sample."""
     if source is None:
-        source = write_v2(path.with_name("source-" + path.name), **v2)  # type: ignore[arg-type]
+        source = write_v2(path.with_name("source-" + path.name), **v2)
     with artifacts.open(source) as artifact:
         upgrade(artifact, path, limit=limit)
     return path
