@@ -1,22 +1,16 @@
-"""Exit codes and the one place where exceptions become one line on stderr (decision 13 of the design)."""
+"""Exit codes and the one place where exceptions become one line on stderr (decision 13 of the design).
+
+Classes are looked up by name, so that reporting an error imports nothing and start-up stays fast.
+"""
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
-from typing import Any
+from collections.abc import Callable
 
-from artifacts.errors import ArtifactError
-from compiler.driver import CompileOptionError
-from compiler.emit.arch import ArchError
-from compiler.emit.cache import CacheError
-from compiler.emit.nvrtc import CompileError
-from compiler.emit.render import RenderError
-from compiler.ir.types import IRError
-from compiler.model import ModelError
-from compiler.program.io import ProgramError
-from runtime.cuda.driver import DeviceError
-from runtime.session import EngineFault, RequestError
+from runtime.cli.io import silence
 
 OK, INPUT, USAGE, DEVICE, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -29,19 +23,35 @@ class UsageError(ValueError):
     """Options that do not fit together or lie outside what is allowed; the message is one line."""
 
 
-_CODES: list[tuple[type[BaseException] | tuple[type[BaseException], ...], int]] = [
-    (KeyboardInterrupt, INTERRUPTED),
-    ((UsageError, CompileOptionError, ArchError), USAGE),
-    ((DeviceError, EngineFault), DEVICE),
-    ((InputError, ArtifactError, ModelError, ProgramError, RequestError, CacheError, CompileError, RenderError, IRError), INPUT),
-    ((OSError, MemoryError), INPUT),
-]
+CODES: dict[str, int] = {
+    "runtime.cli.errors.InputError": INPUT,
+    "runtime.cli.errors.UsageError": USAGE,
+    "artifacts.errors.ArtifactError": INPUT,
+    "compiler.driver.CompileOptionError": USAGE,
+    "compiler.emit.arch.ArchError": USAGE,
+    "compiler.emit.cache.CacheError": INPUT,
+    "compiler.emit.nvrtc.CompileError": INPUT,
+    "compiler.emit.render.RenderError": INPUT,
+    "compiler.ir.types.IRError": INPUT,
+    "compiler.model.spec.ModelError": INPUT,
+    "compiler.program.io.ProgramError": INPUT,
+    "runtime.frontend.errors.OptionError": USAGE,
+    "runtime.frontend.errors.FrontendError": INPUT,
+    "runtime.session.RequestError": INPUT,
+    "runtime.session.EngineFault": DEVICE,
+    "runtime.cuda.driver.DeviceError": DEVICE,
+    "builtins.KeyboardInterrupt": INTERRUPTED,
+    "builtins.OSError": INPUT,
+    "builtins.MemoryError": INPUT,
+}
+"""Exit code by the full name of an error class; of several that fit, the most derived one counts."""
 
 
 def exit_code(error: BaseException) -> int | None:
     """Exit code of a known error, None for a defect of the program itself."""
-    for kinds, code in _CODES:
-        if isinstance(error, kinds):
+    for kind in type(error).__mro__:
+        code = CODES.get(f"{kind.__module__}.{kind.__qualname__}")
+        if code is not None:
             return code
     return None
 
@@ -52,9 +62,14 @@ def message(error: BaseException) -> str:
         return "interrupted"
     if isinstance(error, MemoryError):
         return "out of host memory"
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror or error}"
-    return " ".join(str(error).splitlines()[:1]) or type(error).__name__
+    if isinstance(error, BrokenPipeError) and error.filename is None:
+        return "stdout was closed by its reader; the rest of the output is lost"
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error) or type(error).__name__
+        if error.errno == errno.ENOSPC:
+            reason += "; free some space or name another place"
+        return reason if error.filename is None else f"{error.filename}: {reason}"
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def report(error: BaseException) -> int:
@@ -63,11 +78,13 @@ def report(error: BaseException) -> int:
     if code is None:
         traceback.print_exception(error)
         return INPUT
+    if isinstance(error, BrokenPipeError) and sys.stdout is not None:
+        silence(sys.stdout)  # what is still buffered can only fail again
     print(f"ninferc: {message(error)}", file=sys.stderr)
     return code
 
 
-def guard(function: Any) -> Any:
+def guard(function: Callable[[], int | None]) -> int:
     """Run ``function()``; returns its exit code or that of its error."""
     try:
         return function() or OK

@@ -10,6 +10,10 @@ class DeviceError(RuntimeError):
     """A device is absent, busy, lost, too old or out of memory; names the device and the fix. Exit code 3."""
 
 
+class NoDevice(DeviceError):
+    """There is no NVIDIA driver or no visible GPU at all: the CPU is what is left."""
+
+
 _ADVICE = {
     "CUDA_ERROR_NO_DEVICE": "no NVIDIA GPU is visible; use --device cpu",
     "CUDA_ERROR_OUT_OF_MEMORY": "not enough free device memory; lower --max-context or --max-concurrency",
@@ -20,6 +24,10 @@ _ADVICE = {
     "CUDA_ERROR_ILLEGAL_ADDRESS": "a kernel touched foreign memory; the process must end",
     "CUDA_ERROR_LAUNCH_TIMEOUT": "a kernel ran into the display watchdog",
     "CUDA_ERROR_ECC_UNCORRECTABLE": "the device memory is faulty",
+    "CUDA_ERROR_LAUNCH_FAILED": "a kernel failed; the process must end",
+    "CUDA_ERROR_SYSTEM_NOT_READY": "the NVLink fabric is not up; start nvidia-fabricmanager",
+    "CUDA_ERROR_UNKNOWN": "the device was lost or the driver is in a bad state; look at dmesg, reboot if it stays",
+    "CUDA_ERROR_NOT_PERMITTED": "this user may not use the device",
 }
 MINIMUM_DRIVER = 13000  # the driver must know CUDA 13.0 cubins
 
@@ -34,7 +42,9 @@ def api() -> Any:
     try:
         (status,) = driver.cuInit(0)
     except RuntimeError as error:
-        raise DeviceError(f"the NVIDIA driver library is not installed ({error}); use --device cpu") from error
+        raise NoDevice(f"the NVIDIA driver library is not installed ({error}); use --device cpu") from error
+    if status in (driver.CUresult.CUDA_ERROR_NO_DEVICE, driver.CUresult.CUDA_ERROR_STUB_LIBRARY):
+        raise NoDevice(_message(driver, status, "cuInit"))
     if status != driver.CUresult.CUDA_SUCCESS:
         raise DeviceError(_message(driver, status, "cuInit"))
     status, version = driver.cuDriverGetVersion()

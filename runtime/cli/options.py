@@ -1,0 +1,82 @@
+"""Options that several commands share, and strict parsers: whole strings only, every error names option and range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from runtime.cli.errors import UsageError
+from runtime.frontend.presets import parse_decimal, parse_unsigned
+
+
+def integer(option: str, low: int, high: int, step: int = 1) -> Callable[[str], int]:
+    """Parser of a decimal integer in low … high that is a multiple of ``step``. It raises UsageError or OptionError."""
+
+    def parse(text: str) -> int:
+        value = parse_unsigned(option, text)
+        if not low <= value <= high or value % step:
+            rule = f"a multiple of {step} in {low}…{high}" if step > 1 else f"{low}…{high}"
+            raise UsageError(f"{option} {value}: {rule} is allowed")
+        return value
+
+    return parse
+
+
+def number(option: str, low: float, high: float) -> Callable[[str], float]:
+    """Parser of a finite decimal number in low … high. It raises UsageError or OptionError."""
+
+    def parse(text: str) -> float:
+        value = parse_decimal(option, text)
+        if not low <= value <= high:
+            raise UsageError(f"{option} {text}: {low:g}…{high:g} is allowed")
+        return value
+
+    return parse
+
+
+def pairs(text: str) -> str:
+    """Check ``1x1,8x1``; the value stays a string, ``read_pairs`` gives the numbers. Raises UsageError."""
+    read_pairs(text)
+    return text
+
+
+def read_pairs(text: str) -> tuple[tuple[int, int], ...]:
+    """(lanes, columns) of each decode graph named in ``1x1,8x1,1x4``. Raises UsageError."""
+    out = []
+    for part in text.split(","):
+        lanes, cross, columns = part.partition("x")
+        if not (cross and lanes.isascii() and columns.isascii() and lanes.isdigit() and columns.isdigit() and len(part) < 10):
+            raise UsageError(f"--pairs {text[:60]!r}: lanes x columns such as 1x1,8x1,1x4 are needed")
+        out.append((int(lanes), int(columns)))
+    return tuple(out)
+
+
+CONTEXT_HELP = "tokens of a sequence, prompt and answer together; default 2048 or the model's own limit"
+
+Arch = Annotated[str | None, typer.Option("--arch", metavar="native|sm_75…sm_121a", help="GPU architecture")]
+Card = Annotated[str | None, typer.Option("--as", metavar="CARD", help="plan for this card, e.g. rtx5090 or h200")]
+MaxContext = Annotated[int | None, typer.Option("--max-context", metavar="N", parser=integer("--max-context", 1, 1 << 20),
+                                                help=CONTEXT_HELP)]  # fmt: skip
+MaxConcurrency = Annotated[int | None, typer.Option("--max-concurrency", metavar="B",
+                                                    parser=integer("--max-concurrency", 1, 64),
+                                                    help="sequences at a time; default 1")]  # fmt: skip
+PrefillChunk = Annotated[int | None, typer.Option("--prefill-chunk", metavar="N",
+                                                  parser=integer("--prefill-chunk", 128, 16384, 128),
+                                                  help="prompt tokens per prefill step; default 1024")]  # fmt: skip
+Pairs = Annotated[str | None, typer.Option("--pairs", metavar="1x1,8x1", parser=pairs,
+                                           help="decode graphs to build: lanes x columns")]  # fmt: skip
+KvCapacity = Annotated[int | None, typer.Option("--kv-capacity", metavar="N", parser=integer("--kv-capacity", 1, 1 << 26),
+                                                help="tokens in the KV cache of all sequences; default: room for each")]  # fmt: skip
+Jobs = Annotated[int | None, typer.Option("--jobs", metavar="N", parser=integer("--jobs", 1, 1024),
+                                          help="compiler processes; default: one per core")]  # fmt: skip
+DeviceName = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda[:N]",
+                                                help="where to run; default: the first GPU, else cpu")]  # fmt: skip
+ArtifactFile = Annotated[Path | None, typer.Option("--artifact", metavar="FILE",
+                                                   help="the program's artifact, if it moved")]  # fmt: skip
+Numerics = Annotated[str | None, typer.Option("--numerics", metavar="exact|engine",
+                                              help="on cpu: float64, or rounded as the kernels do (default)")]  # fmt: skip
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="run on the CPU however long it is predicted to take")]
+NoGraph = Annotated[bool, typer.Option("--no-cuda-graph", help="launch kernels one by one; same tokens")]
