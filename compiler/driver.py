@@ -217,7 +217,7 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
     limits = limits_of(spec, options)
     items = max(work_items(b, t, spec.heads, spec.kv_heads) for b, t in options.decode_pairs())
     builder = TextBuilder(spec, bind(artifact, spec), limits, items)
-    graphs = [check(lower(check(builder.build(request)))) for request in phase_requests(limits, options)]
+    graphs = [check(lower(check(builder.build(request)), caps)) for request in phase_requests(limits, options)]
     placements, regions = place_shared(builder)
     phases: dict[str, Phase] = {}
     specs: dict[str, KernelSpec] = {}

@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
 import re
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 
 from compiler.emit import nvrtc
@@ -116,7 +117,8 @@ def _lookup(folder: Path, job: Job, key: str) -> nvrtc.Cubin | None:
         return None  # absent, or cut short by a crash: compile again
 
 
-def _compile(folder: Path, job: Job, key: str) -> nvrtc.Cubin:
+def compile_job(folder: Path, job: Job, key: str) -> nvrtc.Cubin:
+    """Compile one job and store it. Raises CompileError or OSError."""
     built = nvrtc.compile_source(job.entry, job.source, job.arch)
     cubin, meta = _paths(folder, job, key)
     write_atomic(cubin, built.image)
@@ -163,17 +165,64 @@ def compile_all(jobs: Iterable[Job], folder: Path | None = None, workers: int | 
     count = workers or min(len(todo), os.cpu_count() or 1)
     if count <= 1 or len(todo) <= 2:
         for entry, (job, key) in todo.items():
-            done[entry] = _compile(folder, job, key)
+            done[entry] = compile_job(folder, job, key)
             report(entry)
         return done
-    # spawn: NVRTC keeps threads and locks that a forked child would inherit half-way
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(_compile, folder, job, key): entry for entry, (job, key) in todo.items()}
-        try:
-            for future in as_completed(futures):
-                done[futures[future]] = future.result()
-                report(futures[future])
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    for entry, cubin in _compile_in_processes(folder, todo, count):
+        done[entry] = cubin
+        report(entry)
     return done
+
+
+def _compile_in_processes(folder: Path, todo: dict[str, tuple[Job, str]], count: int) -> Iterator[tuple[str, nvrtc.Cubin]]:
+    """Feed ``count`` worker processes; yields cubins as they are ready. The first error ends all workers."""
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for entry in todo:
+        waiting.put(entry)
+    ready: queue.SimpleQueue[tuple[str, nvrtc.Cubin | Exception]] = queue.SimpleQueue()
+    workers = [
+        subprocess.Popen([sys.executable, "-m", "compiler.emit.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                         text=True, encoding="utf-8")
+        for _ in range(min(count, len(todo)))
+    ]  # fmt: skip
+
+    def serve(worker: subprocess.Popen[str]) -> None:
+        while True:
+            try:
+                entry = waiting.get_nowait()
+            except queue.Empty:
+                return
+            job, key = todo[entry]
+            ready.put((entry, _ask(worker, folder, job, key)))
+
+    threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in todo:
+            entry, result = ready.get()
+            if isinstance(result, Exception):
+                raise result
+            yield entry, result
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+def _ask(worker: subprocess.Popen[str], folder: Path, job: Job, key: str) -> nvrtc.Cubin | Exception:
+    """One job on one worker: its cubin, or the error to raise."""
+    assert worker.stdin and worker.stdout
+    try:
+        item = {"folder": str(folder), "entry": job.entry, "source": job.source, "arch": job.arch, "key": key}
+        worker.stdin.write(json.dumps(item) + "\n")
+        worker.stdin.flush()
+        answer = json.loads(worker.stdout.readline() or "{}")
+    except (OSError, ValueError) as error:
+        return nvrtc.CompileError(f"kernel {job.entry}: the compile process failed ({error})")
+    if answer.get("ok"):
+        found = _lookup(folder, job, key)
+        return found or CacheError(f"cache folder {folder}: a file that was just written cannot be read")
+    if "cache" in answer:
+        return CacheError(f"{answer['cache']}; set NINFERC_CACHE to a writable folder with space")
+    return nvrtc.CompileError(answer.get("compile", f"kernel {job.entry}: the compile process ended"))

@@ -39,8 +39,8 @@ def row_blocks(rows: int, k: int) -> Iterator[tuple[int, int]]:
 
 def segment_products(ctx: Context, x: Array, rows: tuple[int, int], segments: int) -> list[Array]:
     """[C, rows] per segment, accumulated in float64; under engine numerics each rounded to float32, as a segment is."""
-    weight = ctx.weight("w", rows).astype(np.float64)
-    wide = x.astype(np.float64)
+    weight = np.asarray(ctx.weight("w", rows), dtype=np.float64)
+    wide = np.asarray(x, dtype=np.float64)
     part = wide.shape[1] // segments
     sums = [wide[:, s * part : (s + 1) * part] @ weight[:, s * part : (s + 1) * part].T for s in range(segments)]
     return sums if ctx.exact else [s.astype(np.float32) for s in sums]

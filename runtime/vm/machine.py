@@ -112,7 +112,7 @@ class Machine:
             return self.ranks[value.rank].view(place, value.type)
 
         def decode(name: str, rows: tuple[int, int] | None) -> Array:
-            return self.weights.decode(self.program.values[name], rows, memory.float_type)
+            return self.weights.decode(self.program.values[name], rows, np.float64)
 
         suffix = f"@{call.rank}" if call.rank else ""
         table = ("pf_lane_ncols" if phase.phase == "prefill" else "lane_ncols") + suffix
