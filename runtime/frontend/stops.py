@@ -69,7 +69,6 @@ class StopMatcher:
                 length += pattern[length] == char
                 if length == len(pattern):
                     found = max(found or "", pattern, key=len)
-                    length = failure[length - 1]
                 self._matched[number] = length
             if found is not None:
                 end = offset + index + 1
