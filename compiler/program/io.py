@@ -1,7 +1,7 @@
 """The program folder: ``program.json``, ``src/<kernel>.cu``, ``cubin/<kernel>.cubin``.
 
-``program.json`` carries a version, the digests of every source and cubin, and the identity of the artifact (SHA-256 of
-its directory, its size). A folder appears under its final name only when it is complete.
+``program.json`` carries a version, a digest of its own content, the digests of every source and cubin, and the identity
+of the artifact (SHA-256 of its directory, its size). A folder appears under its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.model.spec import ModelSpec
 from compiler.program.model import Arg, ArtifactIdentity, Call, KernelImage, Phase, Placement, Program
 
-VERSION = 1
+VERSION = 2
 MANIFEST = "program.json"
+HEAD = '{"ninferc_program":%d,"sha256":"%s","program":'  # then the content that the digest covers, then "}"
 MAX_MANIFEST = 256 << 20
+_HEAD = re.compile(rb'\{"ninferc_program":([0-9]{1,9}),(?:"sha256":"([0-9a-f]{64})","program":)?')
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,150}\Z")
 
 
@@ -77,7 +79,6 @@ def _call_json(call: Call) -> dict[str, Any]:
 def to_json(program: Program) -> dict[str, Any]:
     """The manifest as plain data (without sources and images)."""
     return {
-        "ninferc_program": VERSION,
         "spec": program.spec.to_json(),
         "limits": asdict(program.limits),
         "caps": asdict(program.caps),
@@ -127,15 +128,24 @@ def save(program: Program, folder: Path) -> None:
         (temporary / "src").mkdir()
         (temporary / "cubin").mkdir()
         for entry, kernel in program.kernels.items():
-            (temporary / "src" / f"{entry}.cu").write_text(kernel.source)
+            (temporary / "src" / f"{entry}.cu").write_bytes(kernel.source.encode())
             (temporary / "cubin" / f"{entry}.cubin").write_bytes(kernel.image)
-        (temporary / MANIFEST).write_text(json.dumps(to_json(program), separators=(",", ":")))
+        content = json.dumps(to_json(program), separators=(",", ":")).encode()
+        head = HEAD % (VERSION, hashlib.sha256(content).hexdigest())
+        (temporary / MANIFEST).write_bytes(head.encode() + content + b"}")
+        temporary.chmod(0o777 & ~_umask())  # mkdtemp made it private
         _publish(temporary, folder)
     except OSError as error:
         raise ProgramError(f"program folder {folder}: {error.strerror or error}") from error
     finally:
         if temporary is not None and temporary.exists():
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _umask() -> int:
+    current = os.umask(0o077)
+    os.umask(current)
+    return current
 
 
 def _publish(temporary: Path, folder: Path) -> None:
@@ -151,6 +161,8 @@ def _publish(temporary: Path, folder: Path) -> None:
             if not temporary.exists():
                 raise
         finally:
+            if not folder.exists() and old.exists():  # interrupted between the two renames
+                os.replace(old, folder)
             shutil.rmtree(old, ignore_errors=True)
     raise ProgramError(f"program folder {folder}: another process keeps replacing it")
 
@@ -210,14 +222,23 @@ def load(folder: Path) -> Program:
     try:
         if manifest.stat().st_size > MAX_MANIFEST:
             raise ProgramError(f"{manifest} has more than {MAX_MANIFEST >> 20} MiB")
-        data = json.loads(manifest.read_text())
+        raw = manifest.read_bytes()
     except OSError as error:
         raise ProgramError(f"{manifest}: {error.strerror or error}; not a program folder") from error
+    head = _HEAD.match(raw)
+    if head is None:
+        raise ProgramError(f"{manifest} is no program manifest; compile again")
+    if int(head[1]) != VERSION or head[2] is None:
+        raise ProgramError(f"{manifest}: program version {int(head[1])}, this build reads version {VERSION}; compile again")
+    content = raw[head.end() : -1]
+    if raw[-1:] != b"}" or hashlib.sha256(content).hexdigest().encode() != head[2]:
+        raise ProgramError(f"{manifest} was altered or cut short (its SHA-256 differs); compile again")
+    try:
+        data = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ProgramError(f"{manifest} is not valid JSON ({error})") from error
-    if not isinstance(data, dict) or data.get("ninferc_program") != VERSION:
-        found = data.get("ninferc_program") if isinstance(data, dict) else None
-        raise ProgramError(f"{manifest}: program version {found!r}, this build reads version {VERSION}; compile again")
+    if not isinstance(data, dict):
+        raise ProgramError(f"{manifest} is damaged; compile again")
     try:
         kernels = {name: _kernel(folder, name, item) for name, item in data["kernels"].items()}
         phases = {
