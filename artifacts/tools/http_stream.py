@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from email.message import Message
 from typing import Any
 
-from artifacts.errors import DownloadError
+from artifacts.errors import DownloadError, quoted
 
 READ_BYTES = 1 << 20
 MINIMUM_BYTES = 1 << 16
@@ -50,7 +50,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         self, request: urllib.request.Request, response: Any, code: int, reason: str, headers: Any, url: str
     ) -> urllib.request.Request | None:
         if not url.lower().startswith(("http://", "https://")):
-            raise DownloadError(f"the server redirects to a scheme other than http: {url[:80]!r}")
+            raise DownloadError(f"the server redirects to a scheme other than http: {quoted(url)}")
         moved = super().redirect_request(request, response, code, reason, headers, url)
         if moved is not None and moved.host != request.host:
             moved.remove_header("Authorization")
@@ -77,13 +77,13 @@ def stream(
         error.close()
         if error.code in (408, 425, 429) or error.code >= 500:
             raise TransientError(f"HTTP {error.code}", _retry_after(error.headers)) from None
-        raise DownloadError(f"the server answers HTTP {error.code} {error.reason}") from None
+        raise DownloadError(f"the server answers HTTP {error.code} {quoted(error.reason)}") from None
     except urllib.error.URLError as error:
-        raise TransientError(str(error.reason)) from None
+        raise TransientError(f"no connection: {quoted(error.reason)}") from None
     except TimeoutError:
         raise TransientError(f"no data for {stall_seconds:g} s") from None
     except (http.client.HTTPException, OSError) as error:
-        raise TransientError(f"{type(error).__name__}: {error}") from None
+        raise TransientError(f"{type(error).__name__}: {quoted(str(error))}") from None
 
 
 def _retry_after(headers: Message) -> float:

@@ -94,7 +94,7 @@ def resolve(repository: str, file: str, options: PullOptions) -> tuple[RemoteFil
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__
+    return quoted(" ".join(str(error).split()) or type(error).__name__, 160)
 
 
 class _Partial:

@@ -22,6 +22,7 @@ from artifacts.tools.synth import synthesize, synthesize_registered, tensor_byte
 from artifacts.tools.synth_bits import GOLDEN, plane_bits, target_rms, token_ids
 from artifacts.tools.synth_frontend import ADDED_TOKENS, BASE_TOKENS, frontend
 from artifacts.tools.verify import verify
+from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.tokenizer import Tokenizer
 from tests.container.samples import DIMS, write_v2
 
@@ -173,6 +174,7 @@ def test_frontend_lengths_and_contents(files: dict[str, bytes]) -> None:
     assert template.render(messages=messages, add_generation_prompt=True) == prompt + "<think>\n"
     rendered = template.render(messages=messages, add_generation_prompt=True, enable_thinking=False)
     assert rendered == prompt + "<think>\n\n</think>\n\n"
+    assert ChatTemplate(files["frontend/chat_template.jinja"]).render(messages).text == prompt + "<think>\n"
     with pytest.raises(OutputError, match="more than the 100"):
         frontend({**registered(Identity("qwen3.8-27b", "nvfp4")).resources, "frontend/tokenizer.json": 100})
 
