@@ -171,12 +171,14 @@ def _rank(product: Product, tile: Tile, caps: DeviceCaps) -> tuple[float, ...]:
     # One block per tile is best where all blocks run at once; else blocks stay and walk.
     walks = tile.blocks_per_sm > 0 and blocks > together * caps.sms
     waves = blocks / (together * caps.sms)
+    tail = ceil(waves) / waves > 1.3  # most of the card idles while the last blocks finish
     idle = blocks < 0.75 * caps.sms and product.row_tiles >= 0.75 * caps.sms
     if product.bucket <= 8:
         right_grid = walks if waves > 1 else tile.blocks_per_sm == 0
         wanted = min(40 << 10, caps.smem_sm * 2 // 5)
-        return (idle, warps < 8, not tile.resident, flight < wanted, not right_grid, tile.mtiles, abs(warps - 16),
-                flight > 3 * wanted, tile.warps_r, -tile.stages)  # fmt: skip
+        serial = tile.warps_k < min(4, product.segments * product.slices)
+        return (idle, warps < 8, not tile.resident, flight < wanted, serial, tail, not right_grid, tile.mtiles,
+                abs(warps - 20), flight > 3 * wanted, tile.warps_r, -tile.stages)  # fmt: skip
     # Many rows that share activations, as long as there is work for every multiprocessor.
     return (idle, warps < 8, -tile.warps_r, flight < 16 << 10, tile.blocks_per_sm, abs(warps - 16), -tile.stages)
 
