@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from compiler.control import MAX_STOPS, PAGE, DeviceFault, Finish
+from compiler.control import MAX_STOPS, PAGE, ControlLimits, DeviceFault, Finish
 from compiler.ir.op import Array
 from compiler.program.model import Phase
 from runtime.backend import Backend
@@ -46,6 +46,32 @@ class Request:
     max_new: int
     stop_ids: Sequence[int] = ()
     sampling: Sampling = field(default_factory=Sampling)
+
+
+def pages_of(request: Request, limits: ControlLimits) -> int:
+    """KV pages that a request holds while it runs."""
+    return -(-min(limits.max_context, len(request.prompt) + request.max_new) // PAGE)
+
+
+def check_request(request: Request, limits: ControlLimits) -> None:
+    """Raise RequestError naming the limit of a program, compiled or planned, that ``request`` breaks."""
+    if not request.prompt:
+        raise RequestError("the prompt has no tokens")
+    if len(request.prompt) >= limits.max_context:
+        raise RequestError(
+            f"the prompt has {len(request.prompt)} tokens, --max-context {limits.max_context} allows "
+            f"{limits.max_context - 1} and one of output"
+        )
+    for position, token in enumerate(request.prompt):
+        if not 0 <= token < limits.vocab_ids:
+            raise RequestError(f"token {position} of the prompt is {token}; ids 0…{limits.vocab_ids - 1} exist")
+    if request.max_new < 1:
+        raise RequestError(f"max_new is {request.max_new}; at least 1 is needed")
+    if len(request.stop_ids) > MAX_STOPS:
+        raise RequestError(f"{len(request.stop_ids)} stop ids; at most {MAX_STOPS} are allowed")
+    if pages_of(request, limits) > limits.pages:
+        raise RequestError(f"prompt and output need {pages_of(request, limits)} KV pages of {PAGE} tokens, the program has "
+                           f"{limits.pages}; lower the output limit or compile with a larger --kv-capacity")  # fmt: skip
 
 
 @dataclass
@@ -105,21 +131,11 @@ class Session:
 
     def check(self, request: Request) -> None:
         """Raise RequestError naming the limit that ``request`` breaks."""
-        limits = self.limits
-        if not request.prompt:
-            raise RequestError("the prompt has no tokens")
-        if len(request.prompt) >= limits.max_context:
-            raise RequestError(
-                f"the prompt has {len(request.prompt)} tokens, --max-context {limits.max_context} allows "
-                f"{limits.max_context - 1} and one of output"
-            )
-        for position, token in enumerate(request.prompt):
-            if not 0 <= token < limits.vocab_ids:
-                raise RequestError(f"token {position} of the prompt is {token}; ids 0…{limits.vocab_ids - 1} exist")
-        if request.max_new < 1:
-            raise RequestError(f"max_new is {request.max_new}; at least 1 is needed")
-        if len(request.stop_ids) > MAX_STOPS:
-            raise RequestError(f"{len(request.stop_ids)} stop ids; at most {MAX_STOPS} are allowed")
+        check_request(request, self.limits)
+
+    def fits(self, request: Request) -> bool:
+        """Whether a lane and enough KV pages are free now."""
+        return self.free_lane() is not None and pages_of(request, self.limits) <= len(self._free_pages)
 
     def free_lane(self) -> int | None:
         """The lowest lane without a request, None when all are busy."""
@@ -131,8 +147,7 @@ class Session:
         index = self.free_lane() if lane is None else lane
         if index is None or index in self._lanes:
             raise RequestError("no lane is free")
-        total = min(self.limits.max_context, len(request.prompt) + request.max_new)
-        count = -(-total // PAGE)
+        count = pages_of(request, self.limits)
         if count > len(self._free_pages):
             raise RequestError(f"the request needs {count} KV pages, {len(self._free_pages)} are free")
         pages, self._free_pages = self._free_pages[:count], self._free_pages[count:]
