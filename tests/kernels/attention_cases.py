@@ -41,8 +41,8 @@ class Case:
     def column(self, lane: int, t: int) -> Case:
         """Column t of a lane as a problem of its own (width 1); later tokens become NaN."""
         length = int(self.before[lane]) + t + 1
-        cache = self.cache.copy()
-        for index, page in enumerate(self.page_table[self.page_row[lane], : -(-int(self.before[lane] + self.active[lane]) // PAGE)]):
+        cache, pages = self.cache.copy(), -(-int(self.before[lane] + self.active[lane]) // PAGE)
+        for index, page in enumerate(self.page_table[self.page_row[lane], :pages]):
             cache[page, :, :, max(0, length - index * PAGE) :] = 0xFFFF
         row = slice(lane * self.width + t, lane * self.width + t + 1)
         return replace(self, width=1, before=np.array([length - 1], np.int32), active=np.ones(1, np.int32),
@@ -171,7 +171,8 @@ def run_decode(backend: Any, case: Case, caps: DeviceCaps, grid: int = 0) -> Arr
     spec = replace(spec, grid=(grid, 1, 1)) if grid else spec
     run(backend, spec, values)
     run(backend, merge_spec(merge, types, case.width, caps), values)
-    return values["o"]
+    out: Array = values["o"]
+    return out
 
 
 Choice = Callable[[Op, Mapping[str, TensorType], DeviceCaps], KernelSpec]
@@ -190,4 +191,5 @@ def run_prefill(backend: Any, case: Case, caps: DeviceCaps, choose: Choice = pre
     run(backend, spec, values, repeats=2)
     for name in spec.zeroed:
         assert not values[name].any(), f"{name} was not left zero"
-    return values["o"]
+    out: Array = values["o"]
+    return out

@@ -1,0 +1,119 @@
+"""Prefill attention, both variants, on the emulator and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from compiler.emit.arch import caps
+from compiler.emit.nvrtc import compile_source
+from compiler.emit.render import render
+from compiler.ir.types import IRError
+from compiler.kernels.attention_prefill import mma_spec, prefill_spec, wgmma_spec
+from tests.emulator.harness import assert_close_to_fp64, poisoned
+from tests.gpu_launch import EmulatorLauncher
+from tests.kernels.attention_cases import PAGE, Case, make_case, run_prefill
+from tests.kernels.fixture_vectors import vectors
+
+VARIANTS = {"mma": mma_spec, "wgmma": wgmma_spec}
+
+
+def choice(backend: Any, variant: str) -> Any:
+    if variant == "wgmma" and backend.arch != "sm_90a":
+        pytest.skip(f"{backend.arch} has no warpgroup products")
+    return VARIANTS[variant]
+
+
+@pytest.mark.parametrize(("variant", "dim"), [*(("mma", dim) for dim in (32, 64, 128, 256)), ("wgmma", 64), ("wgmma", 256)])
+@pytest.mark.parametrize(("before", "rows"), [(0, 1), (0, 65), (127, 130)])
+def test_against_fp64(kernel_backend: Any, variant: str, dim: int, before: int, rows: int) -> None:
+    case = make_case([before], [rows], 192, dim=dim, heads=6 if dim < 256 else 3, kv_heads=2 if dim < 256 else 1)
+    out = run_prefill(kernel_backend, case, caps(kernel_backend.arch, sms=5), choice(kernel_backend, variant))
+    assert_close_to_fp64(out[:rows], case.reference(), "bf16")
+    assert (out[rows:] == 0xFFFF).all(), "an inactive row was written"
+
+
+@pytest.mark.parametrize(("variant", "dim"), [("mma", 32), ("wgmma", 64)])
+@pytest.mark.parametrize(("rows", "sms"), [(20, 7), (130, 9), (20, 40)])
+def test_split_keys(kernel_backend: Any, variant: str, dim: int, rows: int, sms: int) -> None:
+    """Few rows after a long history: tiles are cut along the keys; the result is the same function."""
+    case = make_case([1600], [rows], 256, dim=dim, heads=2, kv_heads=1, row_pages=30)
+    choose = choice(kernel_backend, variant)
+    out = run_prefill(kernel_backend, case, caps(kernel_backend.arch, sms=sms), choose)
+    assert_close_to_fp64(out[:rows], case.reference(), "bf16")
+    whole = run_prefill(kernel_backend, case, caps(kernel_backend.arch, sms=1), choose)
+    assert (whole[:rows] != out[:rows]).any(), "nothing was split"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_rows(kernel_backend: Any, variant: str) -> None:
+    case = make_case([64], [0], 128, dim=64)
+    assert (run_prefill(kernel_backend, case, caps(kernel_backend.arch), choice(kernel_backend, variant)) == 0xFFFF).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_race(variant: str) -> None:
+    case = make_case([1100], [90], 128, dim=64, heads=2, kv_heads=1, row_pages=20)
+    target = caps("sm_90a", sms=6)
+    assert len({run_prefill(EmulatorLauncher(seed), case, target, VARIANTS[variant]).tobytes() for seed in range(3)}) == 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_forgotten_page_is_rejected(variant: str) -> None:
+    case = make_case([200], [40], 64, dim=64)
+    out = run_prefill(EmulatorLauncher(), case, caps("sm_90a"), VARIANTS[variant])
+    with pytest.raises(AssertionError):
+        assert_close_to_fp64(out[:40], case.reference(short=1), "bf16")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sharp_scores(kernel_backend: Any, variant: str) -> None:
+    case = make_case([190], [70], 128, dim=64, sharpness=40.0)
+    out = run_prefill(kernel_backend, case, caps(kernel_backend.arch, sms=3), choice(kernel_backend, variant))
+    assert_close_to_fp64(out[:70], case.reference(), "bf16")
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "decode"])
+def test_golden_vectors(kernel_backend: Any, variant: str) -> None:
+    """gqa_*: five queries at positions 65 … 69 over 70 rows, 12 query and 2 KV heads of 256."""
+    from tests.kernels.attention_cases import run_decode
+
+    gold = vectors()
+    case = make_case([65], [5], 5, dim=256, heads=12, kv_heads=2)
+    cache = case.cache.copy()
+    for token in range(70):
+        page = case.page_table[case.page_row[0], token // PAGE]
+        cache[page, 0, :, token % PAGE], cache[page, 1, :, token % PAGE] = gold["gqa_k"][token], gold["gqa_v"][token]
+    case = replace(case, cache=cache, qr=gold["gqa_q"].reshape(5, -1), gate=gold["gqa_gate"].reshape(5, -1))
+    target = caps(kernel_backend.arch)
+    if variant == "decode":
+        out = run_decode(kernel_backend, case, target)
+    else:
+        out = run_prefill(kernel_backend, case, target, choice(kernel_backend, variant))
+    assert_close_to_fp64(out, gold["gqa_gated_out"].reshape(5, -1), "bf16")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
+def test_resources(arch: str) -> None:
+    """Production shape: compiles, fits shared memory; the chosen variant of sm_90a does not spill."""
+    target = caps(arch)
+    rows = poisoned((1024, 6144))
+    case = Case(24, 4, 256, 1024, np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32),
+                np.zeros((1, 1 << 14), np.int32), poisoned((1, 2, 4, PAGE, 256)), rows, rows)  # fmt: skip
+    spec = prefill_spec(case.op("prefill"), case.types(), target)
+    found = compile_source(spec.entry, render(spec.template, spec.entry, spec.params), arch).resources
+    assert spec.smem + found.static_smem <= target.smem_block
+    assert found.spill_stores <= 32, "the accumulators do not fit the registers"
+    if target.wgmma:
+        assert spec.template == "attn_prefill_wgmma.cu.j2" and found.stack == 0
+
+
+def test_targets_that_cannot_run_it() -> None:
+    case = make_case([0], [1], 16)
+    with pytest.raises(IRError, match="sm_75 has no bf16 matrix instructions"):
+        prefill_spec(case.op("prefill"), case.types(), caps("sm_75"))
+    with pytest.raises(IRError, match="warpgroup products need sm_90a"):
+        wgmma_spec(case.op("prefill"), case.types(), caps("sm_120a"))
