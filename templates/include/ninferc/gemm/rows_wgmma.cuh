@@ -78,17 +78,123 @@ struct Ring {
   static constexpr u32 bytes = S::shared_bytes + S::stages * 16;
 };
 
-// One block of math_threads + 128 threads.  Products of `columns` tokens make the tile.
-template <class S, u32 columns>
-NINFERC_DEVICE void rows_wgmma(const Operands& o, const bf16* residual, u32 residual_stride, void* y, u32 y_stride,
-                               const i32* rows) {
-  static_assert(S::math_threads == 256 && S::tile_rows == 128 && S::tile_tokens % columns == 0, "two warpgroups of 64 rows");
-  constexpr u32 parts = S::tile_tokens / columns, math_warps = S::math_threads / 32;
+// Where results go.
+struct Target {
+  const bf16* residual;
+  u32 residual_stride;
+  void* y;
+  u32 y_stride;
+};
+
+// The math warps' part of a block: `parts` products of `columns` tokens per 16 columns of K, then the output.
+template <class S, u32 columns, u32 parts>
+NINFERC_DEVICE void multiply_tile(const Operands& o, const Target& target, const Ring<S>& ring, u32 first, u32 token, u32 active) {
   constexpr bool direct = S::format == Format::bf16;  // nothing to unpack: A comes from shared memory too
+  const u32 warp = warp_id_uniform(), lane = lane_id();
+  f32 d[parts][columns / 2];
+#pragma unroll
+  for (u32 p = 0; p < parts; ++p)
+#pragma unroll
+    for (u32 i = 0; i < columns / 2; ++i) d[p][i] = 0;
+  u32 a[2][2][4];
+  const WarpgroupUnpack<S> unpacker{warp * 16 + lane / 4, selector<S::format>(lane % 4)};
+  WgmmaPipe pipe;
+  const auto multiply = [&](u32 stage, u32 half) {
+    pipe.fence();
+#pragma unroll
+    for (u32 k = 0; k < 2; ++k)
+#pragma unroll
+      for (u32 p = 0; p < parts; ++p) {
+        const u64 b = wgmma_descriptor(stage + p * columns * 128) + 4 * half + 2 * k;
+        if constexpr (direct)
+          pipe.template multiply<columns>(d[p], wgmma_descriptor(stage + S::codes_at + warp / 4 * 8192) + 4 * half + 2 * k, b);
+        else
+          pipe.template multiply<columns>(d[p], a[half][k], b);
+      }
+    pipe.commit();
+  };
+
+  u32 slot = 0, parity = 0;
+  mbarrier_wait(ring.full(0), 0);
+  if constexpr (!direct) unpacker.template unpack<0>(a[0], ring.stage(0), 0);
+#pragma unroll 1
+  for (u32 s = 0; s < S::steps; ++s) {
+    const u32 stage = ring.stage(slot), before = slot == 0 ? S::stages - 1 : slot - 1;
+    multiply(stage, 0);
+    pipe.template wait<1>();  // the products of the step before are done
+    if (s > 0 && lane == 0) mbarrier_arrive(ring.free(before));
+    if constexpr (!direct) unpacker.template unpack<1>(a[1], stage, s);
+    multiply(stage, 1);
+    if (++slot == S::stages) slot = 0, parity ^= 1;
+    if (s + 1 < S::steps) {
+      mbarrier_wait(ring.full(slot), parity);
+      pipe.template wait<1>();
+      if constexpr (!direct) unpacker.template unpack<0>(a[0], ring.stage(slot), s + 1);
+    }
+  }
+  pipe.template wait<0>();
+  grid_launch_dependents();
+
+  const u32 row = warp * 16;
+  const RowScales scale = row_scales<S>(o, first, row + lane / 4);
+  if constexpr (S::store == Store::f32) {
+#pragma unroll
+    for (u32 p = 0; p < parts; ++p) {
+      if (p * columns < active)
+        put_f32<S, columns / 8>(d[p], scale, static_cast<f32*>(target.y), target.y_stride, first + row, token + p * columns,
+                                active - p * columns);
+    }
+  } else {
+    named_barrier_sync(1, S::math_threads);  // the stages are free
+    if constexpr (S::store == Store::residual) {
+      load_residual<S>(ring.shared, target.residual, target.residual_stride, first, token, active);
+      named_barrier_sync(1, S::math_threads);
+    }
+#pragma unroll
+    for (u32 p = 0; p < parts; ++p) put<S, columns / 8>(d[p], scale, ring.shared, row, p * columns);
+    named_barrier_sync(1, S::math_threads);
+    copy_out<S>(ring.shared, static_cast<bf16*>(target.y), target.y_stride, first, token, active);
+  }
+}
+
+// The load warps' part.
+template <class S>
+NINFERC_DEVICE void load_tile(const Operands& o, const Ring<S>& ring, const i32* rows, u32 first, u32 token, u32 mine) {
+  const u32 lane = lane_id();
+  const WeightLoader<S, 32> weights(o, first, lane);
+  const bool works = mine < ring.loaders;
+  if (works && mine < S::steps) weights.load(mine, ring.stage(mine));  // constants: before the wait
+  grid_dependency_wait();
+  const u32 count = u32(ld_global<i32>(rows));
+  if (works && token < count) {
+    const TokenLoader<S, 32> tokens(o, token, count - token < S::tile_tokens ? count - token : S::tile_tokens, lane);
+#pragma unroll 1
+    for (u32 s = mine; s < S::steps; s += ring.loaders) {
+      const u32 slot = s % S::stages;
+      if (s >= S::stages) mbarrier_wait(ring.free(slot), (s / S::stages + 1) & 1);
+      if (s != mine) weights.load(s, ring.stage(slot));
+      tokens.load(s, ring.stage(slot));
+      cp_async_commit();
+      cp_async_wait<0>();
+      fence_proxy_async_shared();
+      sync_warp();
+      if (lane == 0) mbarrier_arrive(ring.full(slot));
+    }
+  }
+  cp_async_commit();
+  cp_async_wait<0>();
+}
+
+// One block of math_threads + 128 threads.  Products of `columns` tokens make the tile; a tile with no more than `narrow`
+// active tokens, as short prompts and the ends of long ones have, takes products of that width instead.
+template <class S, u32 columns>
+NINFERC_DEVICE void rows_wgmma(const Operands& o, const Target& target, const i32* rows) {
+  static_assert(S::math_threads == 256 && S::tile_rows == 128 && S::tile_tokens % columns == 0, "two warpgroups of 64 rows");
+  constexpr u32 math_warps = S::math_threads / 32, narrow = 128;
   NINFERC_DYNAMIC_SMEM(memory);
   const Ring<S> ring{shared_address(memory)};
   const u32 first = blockIdx.y * S::tile_outputs, token = blockIdx.x * S::tile_tokens;
-  const u32 warp = warp_id_uniform(), lane = lane_id();
+  const u32 warp = warp_id_uniform();
 
   if (threadIdx.x == 0) {
     for (u32 slot = 0; slot < S::stages; ++slot) {
@@ -101,99 +207,20 @@ NINFERC_DEVICE void rows_wgmma(const Operands& o, const bf16* residual, u32 resi
 
   if (warp >= math_warps) {
     lower_registers<40>();
-    const u32 mine = warp - math_warps;
-    const WeightLoader<S, 32> weights(o, first, lane);
-    const bool works = mine < ring.loaders;
-    if (works && mine < S::steps) weights.load(mine, ring.stage(mine));  // constants: before the wait
-    grid_dependency_wait();
-    const u32 count = u32(ld_global<i32>(rows));
-    if (works && token < count) {
-      const TokenLoader<S, 32> tokens(o, token, count - token < S::tile_tokens ? count - token : S::tile_tokens, lane);
-#pragma unroll 1
-      for (u32 s = mine; s < S::steps; s += ring.loaders) {
-        const u32 slot = s % S::stages;
-        if (s >= S::stages) mbarrier_wait(ring.free(slot), (s / S::stages + 1) & 1);
-        if (s != mine) weights.load(s, ring.stage(slot));
-        tokens.load(s, ring.stage(slot));
-        cp_async_commit();
-        cp_async_wait<0>();
-        fence_proxy_async_shared();
-        sync_warp();
-        if (lane == 0) mbarrier_arrive(ring.full(slot));
-      }
-    }
-    cp_async_commit();
-    cp_async_wait<0>();
+    load_tile(o, ring, rows, first, token, warp - math_warps);
   } else {
     raise_registers<232>();
     grid_dependency_wait();
     const u32 count = u32(ld_global<i32>(rows));
     if (token >= count) return;
     const u32 active = count - token < S::tile_tokens ? count - token : S::tile_tokens;
-
-    f32 d[parts][columns / 2];
-#pragma unroll
-    for (u32 p = 0; p < parts; ++p)
-#pragma unroll
-      for (u32 i = 0; i < columns / 2; ++i) d[p][i] = 0;
-    u32 a[2][2][4];
-    const WarpgroupUnpack<S> unpacker{warp * 16 + lane / 4, selector<S::format>(lane % 4)};
-    WgmmaPipe pipe;
-    const auto multiply = [&](u32 stage, u32 half) {
-      pipe.fence();
-#pragma unroll
-      for (u32 k = 0; k < 2; ++k)
-#pragma unroll
-        for (u32 p = 0; p < parts; ++p) {
-          const u64 b = wgmma_descriptor(stage + p * columns * 128) + 4 * half + 2 * k;
-          if constexpr (direct)
-            pipe.template multiply<columns>(d[p], wgmma_descriptor(stage + S::codes_at + warp / 4 * 8192) + 4 * half + 2 * k, b);
-          else
-            pipe.template multiply<columns>(d[p], a[half][k], b);
-        }
-      pipe.commit();
-    };
-
-    u32 slot = 0, parity = 0;
-    mbarrier_wait(ring.full(0), 0);
-    if constexpr (!direct) unpacker.template unpack<0>(a[0], ring.stage(0), 0);
-#pragma unroll 1
-    for (u32 s = 0; s < S::steps; ++s) {
-      const u32 stage = ring.stage(slot), before = slot == 0 ? S::stages - 1 : slot - 1;
-      multiply(stage, 0);
-      pipe.template wait<1>();  // the products of the step before are done
-      if (s > 0 && lane == 0) mbarrier_arrive(ring.free(before));
-      if constexpr (!direct) unpacker.template unpack<1>(a[1], stage, s);
-      multiply(stage, 1);
-      if (++slot == S::stages) slot = 0, parity ^= 1;
-      if (s + 1 < S::steps) {
-        mbarrier_wait(ring.full(slot), parity);
-        pipe.template wait<1>();
-        if constexpr (!direct) unpacker.template unpack<0>(a[0], ring.stage(slot), s + 1);
+    if constexpr (S::tile_tokens > narrow) {
+      if (active <= narrow) {
+        multiply_tile<S, narrow, 1>(o, target, ring, first, token, active);
+        return;
       }
     }
-    pipe.template wait<0>();
-    grid_launch_dependents();
-
-    const u32 row = warp * 16;
-    const RowScales scale = row_scales<S>(o, first, row + lane / 4);
-    if constexpr (S::store == Store::f32) {
-#pragma unroll
-      for (u32 p = 0; p < parts; ++p) {
-        if (p * columns < active)
-          put_f32<S, columns / 8>(d[p], scale, static_cast<f32*>(y), y_stride, first + row, token + p * columns, active - p * columns);
-      }
-    } else {
-      named_barrier_sync(1, S::math_threads);  // the stages are free
-      if constexpr (S::store == Store::residual) {
-        load_residual<S>(ring.shared, residual, residual_stride, first, token, active);
-        named_barrier_sync(1, S::math_threads);
-      }
-#pragma unroll
-      for (u32 p = 0; p < parts; ++p) put<S, columns / 8>(d[p], scale, ring.shared, row, p * columns);
-      named_barrier_sync(1, S::math_threads);
-      copy_out<S>(ring.shared, static_cast<bf16*>(y), y_stride, first, token, active);
-    }
+    multiply_tile<S, columns, S::tile_tokens / columns>(o, target, ring, first, token, active);
   }
 }
 
