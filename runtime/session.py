@@ -114,6 +114,7 @@ class Session:
         self.depth = depth
         self.columns = columns
         self.step = 0  # number of the next launch
+        self.last_phase = ""
         self._read = 0  # next step whose result is to be read
         self._ingress = Ingress(backend.ring, self.limits)
         self._lanes: dict[int, Lane] = {}
@@ -265,6 +266,7 @@ class Session:
 
     def _launch(self, phase: str) -> None:
         self.backend.launch(phase)
+        self.last_phase = phase
         self.step += 1
 
     def _collect(self, until: int) -> None:

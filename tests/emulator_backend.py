@@ -42,6 +42,9 @@ class EmulatorBackend:
 
     def _extent(self, phase: str, call: Call, arg: Arg) -> Placement:
         """The smallest placement that holds the argument's first byte."""
+        named = self.program.placements.get(arg.name)
+        if named and (named.region, named.offset) == (arg.region, arg.offset):
+            return named  # "block" begins where its first table does
         item = self.program.phases[phase]
         places = [*self.program.placements.values(), *item.placements.values(), *call.scratch.values()]
         holding = [p for p in places if p.region == arg.region and p.offset <= arg.offset < p.end]

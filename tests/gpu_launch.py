@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,11 @@ from compiler.emit.nvrtc import compile_source
 from compiler.kernels.spec import KernelSpec
 from compiler.program.model import Arg, KernelImage
 from runtime.cuda.device import Device
-from runtime.cuda.driver import api, call
+from runtime.cuda.driver import DeviceError, api, call
 from runtime.cuda.modules import Modules, PackedArgs
 
 GUARD = 256
+STICKY = ("ILLEGAL_ADDRESS", "LAUNCH_FAILED", "MISALIGNED", "ILLEGAL_INSTRUCTION", "LAUNCH_TIMEOUT", "HARDWARE_STACK")
 
 
 def _root(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -79,6 +82,12 @@ class GpuLauncher:
                 assert np.all(raw[root.nbytes :] == 0xA5), f"{spec.entry} wrote behind an array"
                 if root.flags.writeable:
                     root.view(np.uint8).reshape(-1)[:] = raw[: root.nbytes]
+        except DeviceError as error:
+            if any(name in str(error) for name in STICKY):
+                # the context is dead: end this worker, so that pytest-xdist starts the next test in a fresh one
+                print(f"{spec.entry}: {error}", file=sys.stderr, flush=True)
+                os._exit(70)
+            raise
         finally:
             for _, address in roots.values():
                 driver.cuMemFree(address)

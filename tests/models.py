@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +26,7 @@ from runtime.vm.weights import WeightStore
 
 DATA = Path(__file__).parent / "data"
 ROOT = Path(__file__).parent.parent
-SHARED = ROOT.parent / "shared"
+SHARED = Path(os.environ.get("NINFERC_SHARED", ROOT.parent / "shared"))
 EXAMPLE = ROOT / "examples" / "tiny-hybrid.ninfer"
 _folder = tempfile.TemporaryDirectory(prefix="ninferc-tests-")
 

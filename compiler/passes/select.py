@@ -56,7 +56,9 @@ def family(kind: str) -> Callable[[Choice], Choice]:
 
 def row_count(site: Site, spec: KernelSpec) -> dict[str, Ref]:
     """The device-side row count that prefill kernels take besides their op's operands."""
-    return {"rows": Ref("pf_lane_ncols" + (f"@{site.op.rank}" if site.op.rank else ""))} if "rows" in spec.args else {}
+    if not spec.template.startswith("linear_rows"):
+        return {}
+    return {"rows": Ref("pf_lane_ncols" + (f"@{site.op.rank}" if site.op.rank else ""))}
 
 
 def operands(op: Op) -> dict[str, Ref]:

@@ -160,7 +160,7 @@ class WgmmaPipe {
 #define NINFERC_WGMMA_REGISTERS_(columns, count, a0, a1, a2, a3, b, trans)                                                \
   if constexpr (n == columns)                                                                                              \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.bf16.bf16 {" NINFERC_T##count##_ "}, "                \
-               "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", 1, 1, 1, 0;"                                            \
+               "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", 1, 1, 1, " #trans ";"                                            \
                : NINFERC_O##count##_                                                                                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor_b))
 #define NINFERC_WGMMA_SHARED_(columns, count, a0, b)                                                                       \
