@@ -91,7 +91,7 @@ def _ninferc(
 
 
 # typer carries its own copy of click or uses the installed one: the common base of its errors is found by name
-_CLICK_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+_CLICK_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 def _invoke(args: Sequence[str]) -> int:

@@ -25,16 +25,14 @@ def integer(option: str, low: int, high: int, step: int = 1) -> Callable[[str], 
     return parse
 
 
-def number(option: str, low: float, high: float) -> Callable[[str], float]:
-    """Parser of a finite decimal number in low … high. It raises UsageError or OptionError."""
+def unsigned(option: str) -> Callable[[str], int]:
+    """Parser of a non-negative integer whose range the model decides. It raises OptionError."""
+    return lambda text: parse_unsigned(option, text)
 
-    def parse(text: str) -> float:
-        value = parse_decimal(option, text)
-        if not low <= value <= high:
-            raise UsageError(f"{option} {text}: {low:g}…{high:g} is allowed")
-        return value
 
-    return parse
+def decimal(option: str) -> Callable[[str], float]:
+    """Parser of a finite decimal number whose range is checked with the model's preset. It raises OptionError."""
+    return lambda text: parse_decimal(option, text)
 
 
 def pairs(text: str) -> str:
@@ -68,8 +66,9 @@ PrefillChunk = Annotated[int | None, typer.Option("--prefill-chunk", metavar="N"
                                                   help="prompt tokens per prefill step; default 1024")]  # fmt: skip
 Pairs = Annotated[str | None, typer.Option("--pairs", metavar="1x1,8x1", parser=pairs,
                                            help="decode graphs to build: lanes x columns")]  # fmt: skip
-KvCapacity = Annotated[int | None, typer.Option("--kv-capacity", metavar="N", parser=integer("--kv-capacity", 1, 1 << 26),
-                                                help="tokens in the KV cache of all sequences; default: room for each")]  # fmt: skip
+KvCapacity = Annotated[int | None, typer.Option("--kv-capacity", metavar="N",
+                                                parser=integer("--kv-capacity", 1, 1 << 26),
+                                                help="KV cache tokens of all sequences; default: room for each")]
 Jobs = Annotated[int | None, typer.Option("--jobs", metavar="N", parser=integer("--jobs", 1, 1024),
                                           help="compiler processes; default: one per core")]  # fmt: skip
 DeviceName = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda[:N]",
@@ -80,3 +79,28 @@ Numerics = Annotated[str | None, typer.Option("--numerics", metavar="exact|engin
                                               help="on cpu: float64, or rounded as the kernels do (default)")]  # fmt: skip
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="run on the CPU however long it is predicted to take")]
 NoGraph = Annotated[bool, typer.Option("--no-cuda-graph", help="launch kernels one by one; same tokens")]
+Temperature = Annotated[float | None, typer.Option("--temperature", metavar="X", parser=decimal("--temperature"),
+                                                   help="0…2; 0 is greedy; default: the model's")]  # fmt: skip
+TopP = Annotated[float | None, typer.Option("--top-p", metavar="X", parser=decimal("--top-p"), help="0…1")]
+TopK = Annotated[int | None, typer.Option("--top-k", metavar="N", parser=unsigned("--top-k"), help="0…20; 0 means 20")]
+MinP = Annotated[float | None, typer.Option("--min-p", metavar="X", parser=decimal("--min-p"), help="0…1")]
+Presence = Annotated[float | None, typer.Option("--presence-penalty", metavar="X", parser=decimal("--presence-penalty"),
+                                                help="-2…2, on generated tokens")]  # fmt: skip
+Frequency = Annotated[float | None, typer.Option("--frequency-penalty", metavar="X", parser=decimal("--frequency-penalty"),
+                                                 help="-2…2, on generated tokens")]  # fmt: skip
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", parser=unsigned("--seed"),
+                                          help="64 bits; default 0")]  # fmt: skip
+Greedy = Annotated[bool, typer.Option("--greedy", help="always the most likely token; overrides sampling")]
+StopIds = Annotated[list[int] | None, typer.Option("--stop-token-id", metavar="N", parser=unsigned("--stop-token-id"),
+                                                   help="end at this id; repeatable")]  # fmt: skip
+Stops = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="end at this text; repeatable")]
+ReasoningStops = Annotated[list[str] | None, typer.Option("--reasoning-stop", metavar="TEXT",
+                                                          help="end when reasoning says this; repeatable")]  # fmt: skip
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="do not end at the model's own end ids")]
+MaxNew = Annotated[int | None, typer.Option("--max-new", metavar="N", parser=unsigned("--max-new"),
+                                            help="most output tokens; default 128")]  # fmt: skip
+NoThinking = Annotated[bool, typer.Option("--no-thinking", help="answer without reasoning first")]
+Effort = Annotated[str | None, typer.Option("--reasoning-effort", metavar="LEVEL",
+                                            help="none, minimal, low, medium, high, xhigh or max")]  # fmt: skip
+TemplateFile = Annotated[Path | None, typer.Option("--chat-template", metavar="FILE",
+                                                   help="Jinja file instead of the artifact's template")]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from compiler.emit.arch import CARDS, ArchError, card_as, caps
+from compiler.emit.arch import CARDS, ArchError, caps, card_as
 from compiler.kernels.spec import DeviceCaps
 from runtime.cli.errors import UsageError
 from runtime.cuda.driver import DeviceError, NoDevice, api, call

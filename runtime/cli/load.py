@@ -1,0 +1,187 @@
+"""From what the user names to a loaded program: open, predict, compile at first use, place on a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import artifacts
+from compiler.control import ControlLimits
+from compiler.driver import CompileOptions, limits_of, model_of
+from compiler.explain.memory import USES, amount, device_memory, total_bytes, weight_values
+from compiler.model import ModelSpec
+from compiler.program.model import Program
+from runtime.backend import Backend, VMBackend
+from runtime.cli.errors import UsageError
+from runtime.cli.io import Diagnostics
+from runtime.cli.predict import cpu_seconds, duration
+from runtime.cli.target import choose_place, compile_target
+from runtime.open import ArtifactWeights, cached_program, is_program, open_program
+from runtime.vm import Machine
+from runtime.vm.weights import WeightStore
+
+DEFAULT_CONTEXT = 2048
+PATIENCE = 300.0
+"""Seconds of predicted CPU time above which ``--yes`` is needed."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Options of running a program. None: the user did not say."""
+
+    artifact: Path | None = None
+    device: str | None = None
+    arch: str | None = None
+    card: str | None = None
+    max_context: int | None = None
+    max_concurrency: int | None = None
+    prefill_chunk: int | None = None
+    kv_capacity: int | None = None
+    numerics: str | None = None
+    eager: bool = False
+    yes: bool = False
+
+
+def compile_options(spec: ModelSpec, max_context: int | None, max_concurrency: int | None, prefill_chunk: int | None,
+                    kv_capacity: int | None = None, pairs: tuple[tuple[int, int], ...] = ()) -> CompileOptions:  # fmt: skip
+    """Compile options with the defaults of the command line: a context of 2048 or the model's own limit."""
+    return CompileOptions(
+        max_context=max_context or min(DEFAULT_CONTEXT, spec.max_position),
+        max_concurrency=max_concurrency or 1,
+        prefill_chunk=prefill_chunk or 1024,
+        pairs=pairs,
+        kv_capacity=kv_capacity,
+    )
+
+
+def open_artifact(path: Path, say: Diagnostics) -> artifacts.Artifact:
+    """Open an artifact and say so when an interrupted tool left a torn directory. Raises ArtifactError."""
+    artifact = artifacts.open(path)
+    if artifact.recovered_from is not None:
+        say.line(f"{path}: an interrupted rewrite left a torn directory; reading {artifact.recovered_from.name} instead")
+    return artifact
+
+
+def compile_progress(say: Diagnostics, arch: str) -> Callable[[int, int, str], None]:
+    """A progress callback of compiling: a bar on a terminal, one line where there is none."""
+    bar = say.progress("compiling kernels", 0)
+    started = False
+
+    def report(done: int, total: int, entry: str) -> None:
+        nonlocal started
+        if not started and done < total:
+            started = True
+            say.line(f"compiling {total - done} kernels for {arch}")
+        bar.total = total
+        bar.advance(done - bar.done)
+        if done == total:
+            bar.__exit__(None, None, None)
+
+    return report
+
+
+class Source:
+    """A program folder or an artifact, opened but not loaded. Raises at once what needs no compiling to be known."""
+
+    def __init__(self, path: Path, choices: Choices, say: Diagnostics) -> None:
+        if choices.numerics not in (None, "exact", "engine"):
+            raise UsageError(f"--numerics {str(choices.numerics)[:40]!r}: exact or engine is allowed")
+        self.choices, self.say, self.path = choices, say, path
+        self.place = choose_place(choices.device)
+        if not self.place.cpu and choices.numerics:
+            raise UsageError("--numerics is a choice of the CPU; add --device cpu")
+        if self.place.cpu and choices.eager:
+            raise UsageError("--no-cuda-graph needs a GPU; the CPU has no graphs")
+        self.program: Program | None = None
+        self.limits: ControlLimits
+        if is_program(path) or path.is_dir():
+            opened = open_program(path, choices.artifact)
+            self.program, self.artifact = opened.program, opened.artifact
+            self.spec, self.limits = self.program.spec, self.program.limits
+            self._fixed()
+        else:
+            if choices.artifact is not None:
+                raise UsageError("--artifact belongs to a program folder; an artifact was named itself")
+            self.artifact = open_artifact(path, say)
+            self.spec = model_of(self.artifact)
+            self.options = compile_options(self.spec, choices.max_context, choices.max_concurrency, choices.prefill_chunk,
+                                           choices.kv_capacity)  # fmt: skip
+            self.limits = limits_of(self.spec, self.options)
+
+    def _fixed(self) -> None:
+        """What a program fixed when it was compiled can be repeated but not changed."""
+        assert self.program is not None
+        known = self.program.options
+        for option, given in (("max_context", self.choices.max_context), ("prefill_chunk", self.choices.prefill_chunk),
+                              ("kv_capacity", self.choices.kv_capacity)):  # fmt: skip
+            if given is not None and given != known.get(option):
+                raise UsageError(f"--{option.replace('_', '-')} {given}: the program was compiled with "
+                                 f"{known.get(option) or 'its default'}; compile again to change it")  # fmt: skip
+        if (self.choices.max_concurrency or 1) > self.limits.lanes:
+            raise UsageError(f"--max-concurrency {self.choices.max_concurrency}: the program has {self.limits.lanes} lane(s); "
+                             "compile again with more")  # fmt: skip
+        if self.choices.arch or self.choices.card:
+            raise UsageError("--arch and --as belong to compiling; the program has its target already")
+
+    def require_patience(self, prompt: int, generated: int) -> None:
+        """On the CPU: predict the time and refuse what takes long unless the user said ``--yes``. Raises UsageError."""
+        if self.place.cpu and not self.choices.yes:
+            seconds = cpu_seconds(self.artifact, self.spec, prompt, generated, self.limits.chunk,
+                                  self.choices.numerics == "exact")  # fmt: skip
+            if seconds > PATIENCE:
+                raise UsageError(f"--device cpu is predicted to take {duration(seconds)} for {prompt} + {generated} tokens; "
+                                 "add --yes to run it all the same")  # fmt: skip
+
+    def compiled(self) -> Program:
+        """The program; an artifact's is taken from the user cache or compiled into it."""
+        if self.place.reason:
+            self.say.line(f"ninferc: {self.place.reason}: the program runs on the CPU, on the Python VM")
+        if self.program is None:
+            caps = compile_target(self.choices.arch, self.choices.card, self.place)
+            self.program, _ = cached_program(self.artifact, caps, self.options, compile_progress(self.say, caps.arch))
+        return self.program
+
+    def load(self) -> Backend:
+        """The program on its device, with the load rows on stderr. Raises DeviceError."""
+        program = self.compiled()
+        store = WeightStore(ArtifactWeights(self.artifact))
+        encoded = sum(nbytes for _, nbytes, _ in weight_values(program))
+        started = time.monotonic()
+        if self.place.cpu:
+            backend: Backend = VMBackend(Machine(program, store, self.choices.numerics or "engine"))
+        else:
+            from runtime.cuda.backend import CudaBackend
+
+            assert self.place.index is not None
+            with self.say.progress("uploading weights", encoded, "B") as bar:
+                backend = CudaBackend(program, store, [self.place.index], self.choices.eager,
+                                      lambda done, _: bar.advance(done - bar.done))  # fmt: skip
+        self._rows(program, backend, encoded, time.monotonic() - started)
+        return backend
+
+    def _rows(self, program: Program, backend: Backend, encoded: int, seconds: float) -> None:
+        row, identity = self.say.summary, program.artifact
+        tensors = sum(1 for item in self.artifact.objects.values() if isinstance(item, artifacts.TensorObject))
+        row("target", program.caps.arch + (f" on cpu, {self.choices.numerics or 'engine'} numerics" if self.place.cpu
+                                           else f" on cuda:{self.place.index}"))  # fmt: skip
+        row("weights", f"{identity.model_id or '-'} / {identity.weights_id or '-'}, container version {identity.version}")
+        row("artifact file", amount(identity.file_bytes))
+        row("tensors / resources", f"{tensors} / {len(self.artifact.objects) - tensors}")
+        row("tensor parallel", program.tp)
+        row("rope", f"native, theta {program.spec.rope_theta:g}, ceiling {program.limits.max_context} of "
+                    f"{program.spec.max_position}")  # fmt: skip
+        if self.place.cpu:
+            row("cpu weights", f"{amount(encoded)}, decoded at first use")
+            return
+        row("weight upload", f"{amount(encoded)} in {seconds:.2f} s with graphs, {encoded / 1e9 / max(seconds, 1e-9):.2f} GB/s")
+        for rank, uses in enumerate(device_memory(program)):
+            for use in USES:
+                row(f"gpu{rank} {use}", amount(uses[use]))
+            row(f"gpu{rank} reserved", amount(total_bytes(program, rank)))
+            from runtime.cuda.backend import CudaBackend
+
+            if isinstance(backend, CudaBackend):
+                info = backend.devices[rank].info()
+                row(f"gpu{rank} free / total", f"{amount(info.free)} / {amount(info.total)}")

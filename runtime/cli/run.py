@@ -1,0 +1,142 @@
+"""``ninferc run``: one prompt, one answer, streamed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compiler.control import PAGE
+from runtime.cli import options as opt
+from runtime.cli.errors import UsageError
+from runtime.cli.io import Diagnostics, Output
+from runtime.cli.load import Choices, Source
+from runtime.cli.prompt import make_prompt, open_frontend
+from runtime.frontend.frontend import PromptOptions
+from runtime.frontend.output_stream import Event, TextPiece, ToolCalls
+from runtime.frontend.presets import SamplingOptions, SamplingParams, apply_options, preset
+from runtime.generate import Job, Outcome, generate, request_of
+from runtime.session import Session, check_request, pages_of
+
+
+def run(
+    target: Annotated[Path, typer.Argument(metavar="PROGRAM|ARTIFACT", help="a program folder or a .ninfer file")],
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="one user turn")] = None,
+    messages: Annotated[Path | None, typer.Option("--messages", metavar="FILE", help="a conversation, JSON")] = None,
+    ids: Annotated[Path | None, typer.Option("--ids", metavar="FILE", help="token ids, a JSON array")] = None,
+    device: opt.DeviceName = None,
+    artifact: opt.ArtifactFile = None,
+    arch: opt.Arch = None,
+    card: opt.Card = None,
+    max_new: opt.MaxNew = None,
+    max_context: opt.MaxContext = None,
+    prefill_chunk: opt.PrefillChunk = None,
+    kv_capacity: opt.KvCapacity = None,
+    no_cuda_graph: opt.NoGraph = False,
+    no_thinking: opt.NoThinking = False,
+    reasoning_effort: opt.Effort = None,
+    chat_template: opt.TemplateFile = None,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    top_k: opt.TopK = None,
+    min_p: opt.MinP = None,
+    presence_penalty: opt.Presence = None,
+    frequency_penalty: opt.Frequency = None,
+    seed: opt.Seed = None,
+    greedy: opt.Greedy = False,
+    stop_token_id: opt.StopIds = None,
+    stop: opt.Stops = None,
+    reasoning_stop: opt.ReasoningStops = None,
+    ignore_eos: opt.IgnoreEos = False,
+    raw_output: Annotated[bool, typer.Option("--raw-output", help="print all text, special tokens included")] = False,
+    print_token_ids: Annotated[bool, typer.Option("--print-token-ids", help="ids of prompt and answer on stderr")] = False,
+    prefill: Annotated[str, typer.Option("--prefill", metavar="chunks|none", help="none: through decode steps")] = "chunks",
+    numerics: opt.Numerics = None,
+    yes: opt.Yes = False,
+) -> None:
+    """Answer one prompt. The answer goes to stdout as it comes; reasoning and a summary go to stderr.
+
+    An artifact is compiled into the user cache first. Without a GPU the same program runs on the CPU.
+    """
+    started = time.monotonic()
+    say = Diagnostics()
+    if prefill not in ("chunks", "none"):
+        raise UsageError(f"--prefill {prefill[:40]!r}: chunks or none is allowed")
+    source = Source(target, Choices(artifact, device, arch, card, max_context, None, prefill_chunk, kv_capacity, numerics,
+                                    no_cuda_graph, yes), say)  # fmt: skip
+    frontend = open_frontend(source.artifact, source.spec.vocab_rows, chat_template)
+    given = make_prompt(frontend, prompt, messages, ids, PromptOptions(False if no_thinking else None, reasoning_effort))
+    wanted = SamplingOptions(temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty, seed, greedy, ignore_eos,
+                             max_new, stop_token_id or ())  # fmt: skip
+    stream = None
+    if frontend is not None:
+        params = frontend.sampling(wanted, thinking=given.thinking)
+        stream = frontend.output_stream(given, params, stops=stop or (), reasoning_stops=reasoning_stop or (), raw=raw_output)
+        for note in frontend.notes:
+            say.line(f"ninferc: {note}")
+    else:
+        if stop or reasoning_stop or raw_output:
+            raise UsageError("--stop, --reasoning-stop and --raw-output need a tokenizer, and the artifact has none")
+        params = apply_options(preset(source.artifact.identity.model_id, False, None), wanted, (), source.spec.vocab_ids)
+        say.line("ninferc: the artifact has no tokenizer: the answer is printed as token ids")
+    job = Job(request_of(given.ids, params), stream)
+    check_request(job.request, source.limits)
+    source.require_patience(len(given.ids), params.max_new)
+
+    backend = source.load()
+    output = Output()
+    try:
+        session = Session(backend, prefill)
+
+        def show(_: int, events: list[Event], token: int) -> None:
+            if stream is None:
+                output.write(f"{'' if output.ended else ' '}{token}")
+            for event in events:
+                if isinstance(event, TextPiece) and event.channel == "content":
+                    output.write(event.text)
+                elif isinstance(event, TextPiece):
+                    say.stream(event.text)
+                elif isinstance(event, ToolCalls):
+                    for call in event.calls:
+                        say.line(f"tool call {call}")
+
+        prepared = time.monotonic() - started
+        (outcome,) = generate(session, [job], 1, show)
+        output.end_line()
+        backend.wait()
+    finally:
+        backend.close()
+    if print_token_ids:
+        say.line("prompt ids " + " ".join(map(str, given.ids)))
+        say.line("answer ids " + " ".join(map(str, outcome.ids)))
+    _summary(say, outcome, params, prepared, time.monotonic() - started, source)
+
+
+def _summary(say: Diagnostics, outcome: Outcome, params: SamplingParams, prepared: float, total: float, source: Source) -> None:
+    row, count, prompt = say.summary, len(outcome.ids), len(outcome.job.request.prompt)
+    row("prepare", f"{prepared:.3f} s")
+    row("prefill", f"{outcome.prefill:.3f} s")
+    row("decode", f"{outcome.decode:.3f} s")
+    row("total", f"{total:.3f} s")
+    row("sampling", _sampling(params))
+    row("finish reason", outcome.finish if outcome.stop is None else f"{outcome.finish} {outcome.stop!r}")
+    row("prompt tokens", prompt)
+    row("reused tokens", 0)
+    row("generated tokens", count)
+    row("prefill tok/s", f"{prompt / outcome.prefill:.1f}" if outcome.prefill else "-")
+    row("decode tok/s", f"{(count - 1) / outcome.decode:.1f}" if outcome.decode else "-")
+    limits = source.limits
+    policy = "given" if limits.pages * PAGE < limits.lanes * limits.max_context else "full context per lane"
+    row("kv capacity", f"{limits.pages * PAGE} tokens, {policy}")
+    row("kv pages used / max", f"{pages_of(outcome.job.request, limits)} / {limits.pages}")
+    row("kv dtype", "bf16")
+    row("speculation", "off")
+
+
+def _sampling(params: SamplingParams) -> str:
+    if params.greedy:
+        return "greedy"
+    return (f"temperature {params.temperature:g} top-p {params.top_p:g} top-k {params.top_k} min-p {params.min_p:g} "
+            f"presence {params.presence:g} frequency {params.frequency:g} seed {params.seed}")  # fmt: skip
