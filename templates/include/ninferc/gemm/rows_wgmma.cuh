@@ -133,6 +133,8 @@ NINFERC_DEVICE void multiply_tile(const Operands& o, const Target& target, const
     }
   }
   pipe.template wait<0>();
+#pragma unroll
+  for (u32 p = 0; p < parts; ++p) pipe.hold(d[p]);
   grid_launch_dependents();
 
   const u32 row = warp * 16;
