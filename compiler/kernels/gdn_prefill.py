@@ -15,8 +15,8 @@ RESERVED = 1024  # shared memory the system keeps per block
 
 
 def intra_shared(dk: int) -> int:
-    """Bytes of IntraShared (intra.cuh checks them): tiles of q and k, A, four vectors."""
-    return 2 * CHUNK * (dk + 8) * 2 + CHUNK * 68 * 4 + 4 * CHUNK * 4
+    """Bytes of IntraShared (intra.cuh checks them): tiles of q and k, A, five vectors."""
+    return 2 * CHUNK * (dk + 8) * 2 + CHUNK * 68 * 4 + 5 * CHUNK * 4
 
 
 def carry_shared(dk: int, warps: int) -> int:

@@ -2,7 +2,7 @@
 
 Per column and value head ``matrices`` holds 65 floats, per column and key head ``rows`` holds Dk floats. Their content
 passes between the two halves only: the reference puts row i of T·diag(β) and γ_i, and the normalised key; the kernels
-put T, P and coefficients as matrix operands, and scaled keys and queries as halves, into the same bytes (chunk.cuh).
+put T − I, P and coefficients as matrix operands, and scaled keys and queries as halves, into the same bytes (chunk.cuh).
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ struct CarryShared {
   static constexpr u32 v_pitch = 16 * warps + 8;
   static constexpr u32 o_pitch = 24;
   alignas(16) u16 k[2][chunk][pitch], q[chunk][pitch];
-  alignas(16) u8 t[t_bytes];
-  alignas(16) Coefficients c;
-  alignas(16) u8 p[p_bytes];
+  alignas(16) u8 t[t_bytes];  // these three lie as in a record
+  Coefficients c;
+  u8 p[p_bytes];
   alignas(16) u16 v[chunk][v_pitch];
   alignas(16) u16 o[warps][chunk][o_pitch];
 };
@@ -44,12 +44,6 @@ struct CarryShape {
   static_assert(dk % 16 == 0 && dk <= 128, "a key head has 16 to 128 values, a multiple of 16");
   static_assert(dv % (16 * warps) == 0, "warps share the rows of a head evenly");
 };
-
-template <u32 threads>
-NINFERC_DEVICE void copy_async(void* destination, const void* source, u32 bytes) {
-  for (u32 i = threadIdx.x * 16; i < bytes; i += threads * 16)
-    cp_async_16(SharedAddress(static_cast<u8*>(destination) + i), static_cast<const u8*>(source) + i);
-}
 
 // Where a block reads its tiles of a chunk from.
 template <class S>
@@ -64,41 +58,53 @@ struct TileSource {
       const u32 r = i / (S::dk / 8), part = i % (S::dk / 8);
       cp_async_16(SharedAddress(&tile[r][part * 8]), source + i * 16);
     }
+  }
+  NINFERC_DEVICE void record(CarryShared<S::dk, S::warps>& m, u32 at, u32 begin, u32 end) const {
+    const u8* const source = p.matrices + (i64(at) * S::value_heads + head) * record_bytes;
+    for (u32 i = begin + threadIdx.x * 16; i < end; i += S::threads * 16) cp_async_16(SharedAddress(m.t + i), source + i);
+  }
+  // What steps 1, 2 and 3, and 4 and 5 read, one group of copies each.
+  NINFERC_DEVICE void keys(CarryShared<S::dk, S::warps>& m, u32 at) const {
+    if (at * chunk < u32(columns)) rows(m.k[at % 2], at, 0);
     cp_async_commit();
   }
-  NINFERC_DEVICE const u8* record(u32 at) const {
-    return p.matrices + (i64(at) * S::value_heads + head) * record_bytes;
-  }
   NINFERC_DEVICE void values(CarryShared<S::dk, S::warps>& m, u32 at) const {
-    copy_async<S::threads>(m.t, record(at), t_bytes);
-    copy_async<S::threads>(&m.c, record(at) + t_bytes, u32(sizeof(Coefficients)));
-    for (u32 i = threadIdx.x; i < chunk * 2 * S::warps; i += S::threads) {
-      const u32 r = i / (2 * S::warps), part = i % (2 * S::warps);
-      const i32 row = i32(at * chunk + r);
-      const i64 safe = row < columns ? row : columns - 1;
-      cp_async_16_zfill(SharedAddress(&m.v[r][part * 8]),
-                        p.y + safe * p.y_stride + 2 * S::key_heads * S::dk + head * S::dv + first_row + part * 8,
-                        row < columns);
+    if (at * chunk < u32(columns)) {
+      record(m, at, 0, t_bytes + x_coefficients);
+      for (u32 i = threadIdx.x; i < chunk * 2 * S::warps; i += S::threads) {
+        const u32 r = i / (2 * S::warps), part = i % (2 * S::warps);
+        const i32 row = i32(at * chunk + r);
+        const i64 safe = row < columns ? row : columns - 1;
+        cp_async_16_zfill(SharedAddress(&m.v[r][part * 8]),
+                          p.y + safe * p.y_stride + 2 * S::key_heads * S::dk + head * S::dv + first_row + part * 8,
+                          row < columns);
+      }
     }
     cp_async_commit();
   }
-  NINFERC_DEVICE void scores(u8* tile, u32 at) const {
-    copy_async<S::threads>(tile, record(at) + t_bytes + sizeof(Coefficients), p_bytes);
+  NINFERC_DEVICE void queries(CarryShared<S::dk, S::warps>& m, u32 at) const {
+    if (at * chunk < u32(columns)) {
+      rows(m.q, at, 1);
+      record(m, at, t_bytes + x_coefficients, record_bytes);
+    }
     cp_async_commit();
   }
 };
 
 // Left operand of a product over 16 columns of a transposed 16-row matrix held as accumulators (two neighbouring tiles).
 struct SplitOperand {
-  u32 high[4], low[4];
-  NINFERC_DEVICE SplitOperand(const f32 (&left)[4], const f32 (&right)[4], f32 scale) {
-    const SplitPair part[4] = {
-        split_f16x2(left[0] * scale, left[1] * scale), split_f16x2(left[2] * scale, left[3] * scale),
-        split_f16x2(right[0] * scale, right[1] * scale), split_f16x2(right[2] * scale, right[3] * scale)};
+  u32 high[4], low[4], rest[4];
+  NINFERC_DEVICE SplitOperand(const f32 (&left)[4], const f32 (&right)[4], f32 scale,
+                              f32 lift) {
+    const SplitPair part[4] = {split_f16x2(left[0] * scale, left[1] * scale, lift),
+                               split_f16x2(left[2] * scale, left[3] * scale, lift),
+                               split_f16x2(right[0] * scale, right[1] * scale, lift),
+                               split_f16x2(right[2] * scale, right[3] * scale, lift)};
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
       high[i] = part[i].high;
       low[i] = part[i].low;
+      rest[i] = part[i].rest;
     }
   }
 };
@@ -199,10 +205,9 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
   if (slot.columns == 0) return;
   const u32 chunks = (u32(slot.columns) + chunk - 1) / chunk;
   const TileSource<S> source{p, head, key_head, first_row, slot.columns};
-  source.rows(m.k[0], 0, 0);
-  source.rows(m.q, 0, 1);
+  source.keys(m, 0);
   source.values(m, 0);
-  source.scores(m.p, 0);
+  source.queries(m, 0);
 
   CarriedState<S::dk / 8> state;
   load_state<S>(state, p, slot, head, key_head, row);
@@ -210,14 +215,12 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
   // ldmatrix addresses of this lane: rows of a B operand with the summed axis contiguous, and with it along the rows
   const u32 plain = (lane / 16 * 8 + lane % 8) * (S::dk + 8) * 2 + lane / 8 % 2 * 16;
   const u32 across = (lane % 16) * (S::dk + 8) * 2 + lane / 16 * 16;
-  const SharedAddress query_rows(shared_address(m.q) + plain);
+  const u32 query_rows = shared_address(m.q) + plain;
 
   for (u32 at = 0; at < chunks; ++at) {
-    const bool more = at + 1 < chunks;
-    cp_async_wait<1>();  // all but the scores
+    cp_async_wait<1>();  // all but the queries
     sync_block();
-    if (more) source.rows(m.k[(at + 1) % 2], at + 1, 0);
-    else cp_async_commit();
+    source.keys(m, at + 1);
     const u32 key_rows = shared_address(m.k[at % 2]);
 
     // scales, powers of two: the state to below 2^12; X to below 2^8, by the bound |X| <= |v| + √Dk |H|
@@ -229,84 +232,102 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
     const f32 x_scale = power_scale<8>(bound);
     const f32 relative = x_scale * power_inverse(state_scale) * unit_inverse;
 
-    // 1. (K H₀ᵀ)ᵀ and (Q H₀ᵀ)ᵀ
-    f32 x[8][4] = {}, o[8][4] = {};
+    // 1. (K H₀ᵀ)ᵀ
+    f32 x[8][4] = {};
 #pragma unroll
     for (u32 s = 0; s < S::steps; ++s) {
-      const SplitOperand h(state.h[2 * s], state.h[2 * s + 1], state_scale);
+      const SplitOperand h(state.h[2 * s], state.h[2 * s + 1], state_scale, 1.0f);
 #pragma unroll
       for (u32 n = 0; n < 8; n += 2) {
-        u32 b[4], c[4];
+        u32 b[4];
         ldmatrix_x4(b, SharedAddress(key_rows + plain + n * 8 * (S::dk + 8) * 2 + s * 32));
-        ldmatrix_x4(c, SharedAddress(query_rows.value + n * 8 * (S::dk + 8) * 2 + s * 32));
-        const u32 b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]}, c0[2] = {c[0], c[1]}, c1[2] = {c[2], c[3]};
+        const u32 b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
         mma_m16n8k16_f16(x[n], h.low, b0);
         mma_m16n8k16_f16(x[n + 1], h.low, b1);
-        mma_m16n8k16_f16(o[n], h.high, c0);
-        mma_m16n8k16_f16(o[n + 1], h.high, c1);
         mma_m16n8k16_f16(x[n], h.high, b0);
         mma_m16n8k16_f16(x[n + 1], h.high, b1);
       }
     }
-    sync_block();
-    if (more) source.rows(m.q, at + 1, 1);
-    else cp_async_commit();
 
-    // 2. X, scaled; O so far in the unit of the products with P
+    // 2. Xᵀ, scaled
 #pragma unroll
     for (u32 n = 0; n < 8; ++n) {
       const f32x2 value = ld_shared<f32x2>(&m.c.value[8 * n + 2 * pair]);
       const f32x2 carried = ld_shared<f32x2>(&m.c.carry[8 * n + 2 * pair]);
-      const f32x2 query = ld_shared<f32x2>(&m.c.query[8 * n + 2 * pair]);
       const f32 factor[2] = {value.x * x_scale, value.y * x_scale};
       const f32 minus[2] = {-carried.x * relative, -carried.y * relative};
-      const f32 ask[2] = {query.x * relative * matrix_scale, query.y * relative * matrix_scale};
 #pragma unroll
       for (u32 e = 0; e < 4; ++e) {
         const u32 t = e % 2;
         x[n][e] = __fmaf_rn(minus[t], x[n][e], factor[t] * (t ? bf16x2_hi(v[n][e / 2]) : bf16x2_lo(v[n][e / 2])));
-        o[n][e] *= ask[t];
       }
     }
 
-    // 3. Ṽᵀ = Xᵀ Tᵀ
-    f32 w[8][4] = {};
+    // 3. Ṽᵀ = Xᵀ + Xᵀ (T − I)ᵀ, in place of Xᵀ, last rows first.  Here and in step 5 small products are summed apart from
+    // large ones and added once, rounded to nearest, since the accumulators of the matrix cores truncate; for the same
+    // reason the ones on the diagonal of T stay out of the product.
+    {
+      const SplitOperand a[4] = {{x[0], x[1], 1.0f, split_lift}, {x[2], x[3], 1.0f, split_lift},
+                                 {x[4], x[5], 1.0f, split_lift}, {x[6], x[7], 1.0f, split_lift}};
 #pragma unroll
-    for (u32 bj = 0; bj < 4; ++bj) {
-      const SplitOperand a(x[2 * bj], x[2 * bj + 1], 1.0f);
+      for (u32 down = 0; down < 4; ++down) {
+        const u32 bi = 3 - down;
+        f32 large[2][4] = {}, small[2][4] = {};
 #pragma unroll
-      for (u32 bi = bj; bi < 4; ++bi) {
-        const u32 block = shared_address(m.t) + block_index(bi, bj) * 2 * block_bytes + lane * 16;
-        const u32x4 high = ld_shared<u32x4>(SharedAddress(block));
-        const u32x4 low = ld_shared<u32x4>(SharedAddress(block + block_bytes));
-        const u32 high0[2] = {high.x, high.y}, high1[2] = {high.z, high.w};
-        const u32 low0[2] = {low.x, low.y}, low1[2] = {low.z, low.w};
-        mma_m16n8k16_f16(w[2 * bi], a.low, high0);
-        mma_m16n8k16_f16(w[2 * bi + 1], a.low, high1);
-        mma_m16n8k16_f16(w[2 * bi], a.high, low0);
-        mma_m16n8k16_f16(w[2 * bi + 1], a.high, low1);
-        mma_m16n8k16_f16(w[2 * bi], a.high, high0);
-        mma_m16n8k16_f16(w[2 * bi + 1], a.high, high1);
+        for (u32 bj = 0; bj <= bi; ++bj) {
+          const u32 block = shared_address(m.t) + block_index(bi, bj) * 2 * block_bytes + lane * 16;
+          const u32x4 high = ld_shared<u32x4>(SharedAddress(block));
+          const u32x4 low = ld_shared<u32x4>(SharedAddress(block + block_bytes));
+          const u32 high0[2] = {high.x, high.y}, high1[2] = {high.z, high.w};
+          const u32 low0[2] = {low.x, low.y}, low1[2] = {low.z, low.w};
+          mma_m16n8k16_f16(small[0], a[bj].rest, high0);
+          mma_m16n8k16_f16(small[1], a[bj].rest, high1);
+          mma_m16n8k16_f16(large[0], a[bj].high, high0);
+          mma_m16n8k16_f16(large[1], a[bj].high, high1);
+          mma_m16n8k16_f16(small[0], a[bj].low, high0);
+          mma_m16n8k16_f16(small[1], a[bj].low, high1);
+          mma_m16n8k16_f16(small[0], a[bj].high, low0);
+          mma_m16n8k16_f16(small[1], a[bj].high, low1);
+        }
+#pragma unroll
+        for (u32 h = 0; h < 2; ++h)
+#pragma unroll
+          for (u32 e = 0; e < 4; ++e)
+            x[2 * bi + h][e] = __fmaf_rn(__fmaf_rn(small[h][e], 1.0f / split_lift, large[h][e]), 1.0f / matrix_scale,
+                                         x[2 * bi + h][e]);
       }
     }
-    f32x2 write[8];
-#pragma unroll
-    for (u32 n = 0; n < 8; ++n) write[n] = ld_shared<f32x2>(&m.c.write[8 * n + 2 * pair]);
-    const f32 decay = m.c.decay;
-    cp_async_wait<2>();  // this chunk's scores; the next keys and queries may be on their way
+    cp_async_wait<1>();  // this chunk's queries; the next keys may be on their way
     sync_block();
-    if (more) source.values(m, at + 1);
-    else cp_async_commit();
+    source.values(m, at + 1);
 
-    // 4. Oᵀ += Ṽᵀ Pᵀ
+    // 4. Oᵀ = (Q H₀ᵀ)ᵀ + Ṽᵀ Pᵀ
+    f32 o[8][4] = {};
+#pragma unroll
+    for (u32 s = 0; s < S::steps; ++s) {
+      u32 a[4];
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i)
+        a[i] = pack_f16x2(state.h[2 * s + i / 2][i % 2 * 2] * state_scale, state.h[2 * s + i / 2][i % 2 * 2 + 1] * state_scale);
+#pragma unroll
+      for (u32 n = 0; n < 8; n += 2) {
+        u32 b[4];
+        ldmatrix_x4(b, SharedAddress(query_rows + n * 8 * (S::dk + 8) * 2 + s * 32));
+        const u32 b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
+        mma_m16n8k16_f16(o[n], a, b0);
+        mma_m16n8k16_f16(o[n + 1], a, b1);
+      }
+    }
+#pragma unroll
+    for (u32 n = 0; n < 8; ++n) {
+      const f32x2 query = ld_shared<f32x2>(&m.c.query[8 * n + 2 * pair]);
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) o[n][e] *= (e % 2 ? query.y : query.x) * relative * matrix_scale;
+    }
 #pragma unroll
     for (u32 bj = 0; bj < 4; ++bj) {
-#pragma unroll
-      for (u32 n = 2 * bj; n < 2 * bj + 2; ++n)
-#pragma unroll
-        for (u32 e = 0; e < 4; ++e) w[n][e] *= 1.0f / matrix_scale;
-      const u32 a[4] = {pack_f16x2(w[2 * bj][0], w[2 * bj][1]), pack_f16x2(w[2 * bj][2], w[2 * bj][3]),
-                        pack_f16x2(w[2 * bj + 1][0], w[2 * bj + 1][1]), pack_f16x2(w[2 * bj + 1][2], w[2 * bj + 1][3])};
+      const u32 a[4] = {pack_f16x2(x[2 * bj][0], x[2 * bj][1]), pack_f16x2(x[2 * bj][2], x[2 * bj][3]),
+                        pack_f16x2(x[2 * bj + 1][0], x[2 * bj + 1][1]), pack_f16x2(x[2 * bj + 1][2], x[2 * bj + 1][3])};
 #pragma unroll
       for (u32 bi = bj; bi < 4; ++bi) {
         const u32x4 b = ld_shared<u32x4>(SharedAddress(shared_address(m.p) + block_index(bi, bj) * block_bytes + lane * 16));
@@ -315,6 +336,13 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
         mma_m16n8k16_f16(o[2 * bi + 1], a, b1);
       }
     }
+#pragma unroll
+    for (u32 n = 0; n < 8; ++n) {
+      const f32x2 write = ld_shared<f32x2>(&m.c.write[8 * n + 2 * pair]);
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) x[n][e] *= e % 2 ? write.y : write.x;
+    }
+    const f32 decay = m.c.decay;
     const f32 o_scale = power_inverse(x_scale) * (1.0f / matrix_scale);
 #pragma unroll
     for (u32 n = 0; n < 8; ++n)
@@ -322,8 +350,7 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
       for (u32 e = 0; e < 4; ++e)
         m.o[warp][8 * n + 2 * pair + e % 2][group + e / 2 * 8] = f32_to_bf16(o[n][e] * o_scale).bits;
     sync_block();
-    if (more) source.scores(m.p, at + 1);
-    else cp_async_commit();
+    source.queries(m, at + 1);
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
       const u32 token = i * 16 + lane / 2, part = lane % 2 * 8;
@@ -332,32 +359,31 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
         st_global(p.o + i64(column) * p.o_stride + head * S::dv + row + part, ld_shared<u32x4>(&m.o[warp][token][part]));
     }
 
-    // 5. H₁ = e^{γ_C} H₀ + (weighted Ṽ)ᵀ K; each tile summed apart and added once, since the accumulators of the matrix
-    // cores truncate
-#pragma unroll
-    for (u32 n = 0; n < 8; ++n)
-#pragma unroll
-      for (u32 e = 0; e < 4; ++e) w[n][e] *= e % 2 ? write[n].y : write[n].x;
+    // 5. H₁ = e^{γ_C} H₀ + (weighted Ṽ)ᵀ K
     const f32 unit = x_scale * f32(1 << key_exponent);
     const f32 keep = decay * fminf(unit * unit_inverse, 0x1p120f);
-    const SplitOperand a[4] = {{w[0], w[1], 1.0f}, {w[2], w[3], 1.0f}, {w[4], w[5], 1.0f}, {w[6], w[7], 1.0f}};
+    const SplitOperand a[4] = {{x[0], x[1], 1.0f, split_lift}, {x[2], x[3], 1.0f, split_lift},
+                               {x[4], x[5], 1.0f, split_lift}, {x[6], x[7], 1.0f, split_lift}};
 #pragma unroll
     for (u32 s = 0; s < S::steps; ++s) {
-      f32 d[2][4] = {};
+      f32 large[2][4] = {}, small[2][4] = {};
 #pragma unroll
       for (u32 j = 0; j < 4; ++j) {
         u32 b[4];
         ldmatrix_x4_trans(b, SharedAddress(key_rows + across + j * 16 * (S::dk + 8) * 2 + s * 32));
         const u32 b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
-        mma_m16n8k16_f16(d[0], a[j].low, b0);
-        mma_m16n8k16_f16(d[1], a[j].low, b1);
-        mma_m16n8k16_f16(d[0], a[j].high, b0);
-        mma_m16n8k16_f16(d[1], a[j].high, b1);
+        mma_m16n8k16_f16(small[0], a[j].rest, b0);
+        mma_m16n8k16_f16(small[1], a[j].rest, b1);
+        mma_m16n8k16_f16(large[0], a[j].high, b0);
+        mma_m16n8k16_f16(large[1], a[j].high, b1);
+        mma_m16n8k16_f16(small[0], a[j].low, b0);
+        mma_m16n8k16_f16(small[1], a[j].low, b1);
       }
 #pragma unroll
       for (u32 t = 0; t < 2; ++t)
 #pragma unroll
-        for (u32 e = 0; e < 4; ++e) state.h[2 * s + t][e] = __fmaf_rn(keep, state.h[2 * s + t][e], d[t][e]);
+        for (u32 e = 0; e < 4; ++e)
+          state.h[2 * s + t][e] = __fmaf_rn(keep, state.h[2 * s + t][e], small[t][e] * (1.0f / split_lift)) + large[t][e];
     }
     state.unit = unit;
     state.measure();

@@ -6,9 +6,10 @@
 //
 // Precision.  q and k are never rounded: a row enters products as a half times a power of two that brings its norm near
 // 2^8 (a bf16 value fits a half there), and the exact rest of its normalisation is a factor in FP32.  The other operand of
-// every product that reaches the state (H, T, X, Ṽ) is split into two halves, 24 bits, after a scaling by a power of two
-// that keeps it inside the range of a half; products that reach only the bf16 output (H and Ṽ there, P) take the high half.
-// |T_ij| <= 1 and |P_ij| <= 1/√Dk (the updates I − βkkᵀ are contractions), so those have a constant scale.
+// every product that reaches the state is a sum of halves, after a scaling by a power of two that keeps it inside their
+// range: two of them (23 bits) for H and T, three (all 24 bits) for X and Ṽ, which the state sees undamped.  Products that
+// reach only the bf16 output (H and Ṽ there, P) take the high half.  |T_ij| <= 1 and |P_ij| <= 1/√Dk (the updates I − βkkᵀ
+// are contractions), so those have a constant scale.
 #pragma once
 #include <ninferc/gdn/common.cuh>
 
@@ -30,6 +31,7 @@ struct Coefficients {
   f32 write[chunk];   // e^{γ_C−γ_i} · key factor · 2^key_exponent: of ṽ in H₁
   f32 decay, unused[63];  // e^{γ_C}
 };
+constexpr u32 x_coefficients = 2 * chunk * sizeof(f32);  // bytes of those that X needs
 constexpr u32 p_bytes = chunk_blocks * block_bytes;
 constexpr u32 record_bytes = t_bytes + u32(sizeof(Coefficients)) + p_bytes;
 

@@ -32,14 +32,18 @@ NINFERC_DEVICE f32 update_element(f32 state, f32 alpha, f32 u, f32 k) {
   return __fmaf_rn(u, k, __fmul_rn(alpha, state));
 }
 
-// Splits floats into a half and the half of the rest: together 24 significant bits as long as the rest is a normal half.
+// A pair of floats as halves: x = high + (low + rest) / lift.  high and low hold 22 bits and a sign, rest the others.
+// A lift of 2^11 keeps low out of the subnormal halves for as long as high is, but then needs a sum of its own.
+constexpr f32 split_lift = 2048.0f;
 struct SplitPair {
-  u32 high, low;
+  u32 high, low, rest;
 };
-NINFERC_DEVICE SplitPair split_f16x2(f32 x, f32 y) {
+NINFERC_DEVICE SplitPair split_f16x2(f32 x, f32 y, f32 lift) {
   SplitPair s;
   s.high = pack_f16x2(x, y);
-  s.low = pack_f16x2(x - f16x2_lo(s.high), y - f16x2_hi(s.high));
+  const f32 dx = (x - f16x2_lo(s.high)) * lift, dy = (y - f16x2_hi(s.high)) * lift;
+  s.low = pack_f16x2(dx, dy);
+  s.rest = pack_f16x2(dx - f16x2_lo(s.low), dy - f16x2_hi(s.low));
   return s;
 }
 

@@ -147,7 +147,7 @@ NINFERC_DEVICE void load_row(f32x4 (&x)[S::vectors], const f32x4 (&row)[S::dk / 
 
 template <class S>
 NINFERC_DEVICE void decode(const DecodeOperands& p) {
-  __shared__ alignas(16) DecodeShared<S> m;
+  __shared__ DecodeShared<S> m;
   DecodePlace at;
   at.lane = blockIdx.y;
   at.head = blockIdx.x / S::splits;

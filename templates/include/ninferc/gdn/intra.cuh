@@ -24,7 +24,8 @@ struct IntraShared {
   static constexpr u32 a_pitch = 68;
   alignas(16) u16 k[chunk][pitch], q[chunk][pitch];
   alignas(16) f32 a[chunk][a_pitch];  // A below the diagonal; becomes T
-  f32 gamma[chunk], beta[chunk], key_factor[chunk], query_factor[chunk];
+  f32x2 gamma[chunk];  // γ as a float and the rest
+  f32 beta[chunk], key_factor[chunk], query_factor[chunk];
 };
 
 // Brings the rows of one operand to halves of norm about 2^8; row factor × half = normalised value.
@@ -84,6 +85,10 @@ NINFERC_DEVICE void block_product(f32 (&d)[2][4], const u16 (&left)[chunk][dk + 
     mma_m16n8k16_f16(d[1], a, b1);
   }
 }
+
+NINFERC_DEVICE f32x2 two_floats(f64 x) { return f32x2{f32(x), f32(x - f64(f32(x)))}; }
+// e^(a − b), the error of the difference being relative to the difference
+NINFERC_DEVICE f32 decay_between(f32x2 a, f32x2 b) { return expf((a.x - b.x) + (a.y - b.y)); }
 
 // Inverts I + A for the 32x32 block of the diagonal at `base`, in place; lane c computes column c of T by forward
 // substitution, T_ic = δ_ic − Σ_{j<i} A_ij T_jc, j ascending.
@@ -150,7 +155,9 @@ NINFERC_DEVICE void intra(const IntraOperands& p) {
   load_scaled<dk>(row + key_heads * dk + key_head * dk, p.y_stride, valid, m.k, m.key_factor, copies ? copy : nullptr);
   load_scaled<dk>(row + key_head * dk, p.y_stride, valid, m.q, m.query_factor,
                   copies ? copy + chunk * dk * 2 : nullptr);
-  if (warp == 0) {  // γ: inclusive sums of g, two rows per lane
+  if (warp == 0) {
+    // γ: inclusive sums of g, two rows per lane.  In FP64, and kept as two floats, since the error of a sum of 64 is a
+    // relative error of every e^γ.
     const f32* const gate = p.gates + (i64(at) * chunk + 2 * lane) * p.gates_stride + head;
     f32 g[2] = {0.0f, 0.0f}, beta[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -160,15 +167,15 @@ NINFERC_DEVICE void intra(const IntraOperands& p) {
         beta[i] = ld_global<f32>(gate + i * p.gates_stride + value_heads);
       }
     }
-    f32 sum = g[0] + g[1];
+    f64 sum = f64(g[0]) + f64(g[1]);
 #pragma unroll
     for (u32 step = 1; step < 32; step *= 2) {
-      const f32 below = shfl_up(sum, step);
+      const f64 below = shfl_up(sum, step);
       if (lane >= step) sum += below;
     }
-    const f32 before = shfl_up(sum, 1);
-    m.gamma[2 * lane] = (lane > 0 ? before : 0.0f) + g[0];
-    m.gamma[2 * lane + 1] = sum;
+    const f64 before = shfl_up(sum, 1);
+    m.gamma[2 * lane] = two_floats((lane > 0 ? before : 0.0) + f64(g[0]));
+    m.gamma[2 * lane + 1] = two_floats(sum);
     m.beta[2 * lane] = beta[0];
     m.beta[2 * lane + 1] = beta[1];
   }
@@ -179,8 +186,8 @@ NINFERC_DEVICE void intra(const IntraOperands& p) {
   const f32 root = __frsqrt_rn(f32(dk));
   if (threadIdx.x < chunk) {
     const u32 i = threadIdx.x;
-    const f32 gamma = m.gamma[i], last = m.gamma[chunk - 1], beta = m.beta[i];
-    const f32 grown = expf(gamma), left = expf(last - gamma);
+    const f32 beta = m.beta[i];
+    const f32 grown = decay_between(m.gamma[i], f32x2{0.0f, 0.0f}), left = decay_between(m.gamma[chunk - 1], m.gamma[i]);
     st_global(&c->value[i], beta);
     st_global(&c->carry[i], beta * grown * m.key_factor[i]);
     st_global(&c->query[i], grown * root * m.query_factor[i]);
@@ -197,7 +204,7 @@ NINFERC_DEVICE void intra(const IntraOperands& p) {
       for (u32 e = 0; e < 4; ++e) {
         const u32 i = 16 * bi + group + e / 2 * 8, j = 16 * bj + 8 * h + 2 * pair + e % 2;
         f32 value = 0.0f;
-        if (i > j) value = m.beta[i] * (m.key_factor[i] * m.key_factor[j]) * d[h][e] * expf(m.gamma[i] - m.gamma[j]);
+        if (i > j) value = m.beta[i] * (m.key_factor[i] * m.key_factor[j]) * d[h][e] * decay_between(m.gamma[i], m.gamma[j]);
         m.a[i][j] = value;
       }
   }
@@ -216,7 +223,7 @@ NINFERC_DEVICE void intra(const IntraOperands& p) {
         for (u32 e = 0; e < 4; ++e) {
           const u32 i = 16 * bi + group + e / 2 * 8, j = 16 * bj + 8 * h + 2 * pair + e % 2;
           const f32 value = (root * m.query_factor[i]) * m.key_factor[j] * d[h][e];
-          d[h][e] = i >= j ? value * expf(m.gamma[i] - m.gamma[j]) * matrix_scale : 0.0f;
+          d[h][e] = i >= j ? value * decay_between(m.gamma[i], m.gamma[j]) * matrix_scale : 0.0f;
         }
       st_global(record + t_bytes + sizeof(Coefficients) + block * block_bytes + lane * 16,
                 u32x4{pack_f16x2(d[0][0], d[0][1]), pack_f16x2(d[1][0], d[1][1]), pack_f16x2(d[0][2], d[0][3]),
@@ -244,8 +251,11 @@ NINFERC_DEVICE void intra(const IntraOperands& p) {
     for (u32 h = 0; h < 2; ++h)
 #pragma unroll
       for (u32 w = 0; w < 2; ++w) {
-        const f32x2 t = ld_shared<f32x2>(&m.a[16 * bi + 8 * h + group][16 * bj + 8 * w + 2 * pair]);
-        part[2 * h + w] = split_f16x2(t.x * matrix_scale, t.y * matrix_scale);
+        const u32 i = 16 * bi + 8 * h + group, j = 16 * bj + 8 * w + 2 * pair;
+        f32x2 t = ld_shared<f32x2>(&m.a[i][j]);
+        if (i == j) t.x = 0.0f;  // T − I
+        if (i == j + 1) t.y = 0.0f;
+        part[2 * h + w] = split_f16x2(t.x * matrix_scale, t.y * matrix_scale, split_lift);
       }
     u8* const out = record + block * 2 * block_bytes + lane * 16;
     st_global(out, u32x4{part[0].high, part[1].high, part[2].high, part[3].high});
