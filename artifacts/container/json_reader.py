@@ -6,7 +6,8 @@ form and drops it. Tables of records go through the C scanner in batches of boun
 budgeted parser.
 
 Limits (policy, not part of the format; the largest published directory, 8.0 MB with 98,550 records, fits):
-directory 8 MiB; decoded text 16 MiB; open values 32,768 in all; values in one record 4,096; nesting 64.
+directory 8 MiB; decoded text 16 MiB; open values 32,768 in all; values in one record 4,096; nesting 64; 262,144 characters
+per string.
 """
 
 import json
@@ -25,6 +26,7 @@ MAX_DECODED_BYTES = 16 << 20
 MAX_OPEN_VALUES = 32768
 MAX_DEPTH = 64
 MAX_RECORD_VALUES = 4096
+STRING_SLICE, MAX_STRING = 4096, 262144  # characters
 RECORD_SLICE, BATCH_SLICE = 2048, 16384  # characters handed to the C scanner at once: bounds what it can allocate
 
 Buffer = bytes | memoryview
@@ -35,6 +37,7 @@ The C scanner builds these without a Python call per object; `unique` makes a di
 """
 
 _space = re.compile(r"[ \t\n\r]*").match
+_plain_string = re.compile(r'"([^"\\\x00-\x1f]*)"').match
 _number = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?").match
 _MAX_NUMBER = 400  # characters; longer than any binary64 printed exactly in practice, far below int()'s own limit
 
@@ -68,6 +71,12 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _checked(value: str) -> str:
+    if not is_unicode(value):
+        raise DirectoryError(f"JSON directory holds a lone surrogate in {quoted(value)}")
+    return value
 
 
 def _reject_constant(name: str) -> Any:
@@ -151,16 +160,30 @@ class JsonCursor:
         self.position += 1
 
     def string(self) -> str:
-        """One JSON string; lone surrogates are rejected because no writer could store them."""
+        """One JSON string; lone surrogates are rejected because no writer could store them.
+
+        The scanner gets a bounded stretch of the text: one wide character makes a whole string four times as large.
+        """
         if self.peek() != '"':
             raise self.fail("a string")
-        try:
-            value, self.position = scanstring(self.text, self.position + 1, True)
-        except json.JSONDecodeError as error:
-            raise DirectoryError(f"JSON directory: {error.msg} at character {error.pos}") from None
-        if not is_unicode(value):
-            raise DirectoryError(f"JSON directory holds a lone surrogate in {quoted(value)}")
-        return str(value)
+        plain = _plain_string(self.text, self.position)
+        if plain is not None and plain.end() - self.position <= MAX_STRING:
+            self.position = plain.end()
+            return _checked(plain[1])
+        start = self.position + 1
+        for limit in (STRING_SLICE, MAX_STRING):
+            try:
+                value, length = scanstring(self.text[start : start + limit], 0, True)
+                break
+            except json.JSONDecodeError as error:
+                reason, at = error.msg, start + error.pos
+        else:
+            cut = len(self.text) - start > MAX_STRING and (at < start or at >= start + MAX_STRING - 12)
+            if cut:  # unterminated, or an escape broken off, at the end of the stretch
+                raise DirectoryError(f"JSON directory: a string of more than {MAX_STRING} characters")
+            raise DirectoryError(f"JSON directory: {reason} at character {at}")
+        self.position = start + length
+        return _checked(value)
 
     def members(self, what: str, limit: int) -> Iterator[str]:
         """The member names of an object, in order; the caller consumes each value before the next name.
@@ -286,6 +309,7 @@ class JsonCursor:
             return None
         end = self.text.rfind(mark, self.position, self.position + BATCH_SLICE)
         if end < 0:
+            self._unbatched = self.position + BATCH_SLICE - len(mark)
             return None
         run = f"{opening}{self.text[self.position : end + 1]}{closing}"
         try:

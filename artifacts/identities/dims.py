@@ -117,7 +117,7 @@ class TextDims:
         if type(config.get("text_config")) is dict:
             config = config["text_config"]
         kind = _member(config, "model_type", scope)
-        if kind not in ARCHITECTURES:
+        if type(kind) is not str or kind not in ARCHITECTURES:
             raise ConfigError(f"unknown model architecture {quoted(kind)}; known: {', '.join(ARCHITECTURES)}")
         rope = _member(config, "rope_parameters", scope)
         if type(rope) is not dict:
