@@ -53,18 +53,26 @@ def pages_of(request: Request, limits: ControlLimits) -> int:
     return -(-min(limits.max_context, len(request.prompt) + request.max_new) // PAGE)
 
 
+def check_ids(ids: Sequence[int], limits: ControlLimits) -> None:
+    """Raise RequestError for a sequence that is empty, longer than the context, or holds ids without a token (padded
+    rows of the vocabulary included)."""
+    if not ids:
+        raise RequestError("the prompt has no tokens")
+    if len(ids) > limits.max_context:
+        raise RequestError(f"{len(ids)} tokens exceed --max-context {limits.max_context}")
+    for position, token in enumerate(ids):
+        if not 0 <= token < limits.vocab_ids:
+            raise RequestError(f"token {position} of the prompt is {token}; ids 0…{limits.vocab_ids - 1} exist")
+
+
 def check_request(request: Request, limits: ControlLimits) -> None:
     """Raise RequestError naming the limit of a program, compiled or planned, that ``request`` breaks."""
-    if not request.prompt:
-        raise RequestError("the prompt has no tokens")
     if len(request.prompt) >= limits.max_context:
         raise RequestError(
             f"the prompt has {len(request.prompt)} tokens, --max-context {limits.max_context} allows "
             f"{limits.max_context - 1} and one of output"
         )
-    for position, token in enumerate(request.prompt):
-        if not 0 <= token < limits.vocab_ids:
-            raise RequestError(f"token {position} of the prompt is {token}; ids 0…{limits.vocab_ids - 1} exist")
+    check_ids(request.prompt, limits)
     if request.max_new < 1:
         raise RequestError(f"max_new is {request.max_new}; at least 1 is needed")
     if len(request.stop_ids) > MAX_STOPS:
@@ -306,9 +314,7 @@ class Session:
             raise RequestError("the program has no scoring phase; compile without --no-score")
         if self._lanes:
             raise RequestError("scoring needs an idle session")
-        self.check(Request(list(ids)[: self.limits.max_context - 1], 1))
-        if len(ids) > self.limits.max_context:
-            raise RequestError(f"{len(ids)} ids exceed --max-context {self.limits.max_context}")
+        check_ids(ids, self.limits)
         phase = self.program.phases["score"]
         logits = phase.outputs[0]
         lane = Lane(0, Request(list(ids), 1), self._free_slots[0], self._free_pages[: -(-len(ids) // PAGE)],

@@ -113,14 +113,19 @@ def to_json(program: Program) -> dict[str, Any]:
     }
 
 
+def check_target(folder: Path) -> None:
+    """Raise ProgramError when ``folder`` exists and is neither empty nor a program folder, which may be replaced."""
+    if os.path.lexists(folder) and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ProgramError(f"{folder} exists and is no program folder; choose another -o")
+
+
 def save(program: Program, folder: Path) -> None:
     """Write the folder. An existing program folder is replaced as a whole; any other existing path is refused.
 
     Raises ProgramError (also when the disk is full or the place cannot be written: nothing is left behind).
     """
     folder = folder.absolute()
-    if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ProgramError(f"{folder} exists and is no program folder; choose another -o")
+    check_target(folder)
     temporary: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

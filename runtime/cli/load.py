@@ -42,6 +42,7 @@ class Choices:
     numerics: str | None = None
     eager: bool = False
     yes: bool = False
+    tokens: int = 0  # tokens that an artifact's context shall hold where --max-context is not given
 
 
 def compile_options(spec: ModelSpec, max_context: int | None, max_concurrency: int | None, prefill_chunk: int | None,
@@ -106,7 +107,8 @@ class Source:
                 raise UsageError("--artifact belongs to a program folder; an artifact was named itself")
             self.artifact = open_artifact(path, say)
             self.spec = model_of(self.artifact)
-            self.options = compile_options(self.spec, choices.max_context, choices.max_concurrency, choices.prefill_chunk,
+            context = choices.max_context or min(max(DEFAULT_CONTEXT, choices.tokens), self.spec.max_position)
+            self.options = compile_options(self.spec, context, choices.max_concurrency, choices.prefill_chunk,
                                            choices.kv_capacity)  # fmt: skip
             self.limits = limits_of(self.spec, self.options)
 

@@ -1,0 +1,51 @@
+"""``ninferc compile``: an artifact becomes a program folder."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compiler.driver import limits_of, model_of
+from compiler.explain.memory import amount, total_bytes
+from compiler.program.io import check_target
+from runtime.cli import options as opt
+from runtime.cli.io import Diagnostics
+from runtime.cli.load import compile_options, compile_progress, open_artifact
+from runtime.cli.target import compile_target
+from runtime.open import compile_to
+
+
+def compile_command(
+    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="a .ninfer file")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="program folder to write")],
+    arch: opt.Arch = "native",
+    card: opt.Card = None,
+    max_context: opt.MaxContext = None,
+    max_concurrency: opt.MaxConcurrency = None,
+    prefill_chunk: opt.PrefillChunk = None,
+    pairs: opt.Pairs = None,
+    kv_capacity: opt.KvCapacity = None,
+    jobs: opt.Jobs = None,
+) -> None:
+    """Compile an artifact for one GPU. No weights are read; the folder appears when it is complete.
+
+    --arch native is the GPU of this machine. An existing program folder of that name is replaced.
+    """
+    say, started = Diagnostics(), time.monotonic()
+    with open_artifact(artifact, say) as opened:
+        spec = model_of(opened)
+        options = compile_options(spec, max_context, max_concurrency, prefill_chunk, kv_capacity,
+                                  opt.read_pairs(pairs) if pairs else ())  # fmt: skip
+        limits_of(spec, options)
+        caps = compile_target(arch, card)
+        check_target(output)
+        program = compile_to(opened, output, caps, options, compile_progress(say, caps.arch), jobs)
+    say.summary("program", output)
+    say.summary("target", f"{caps.arch}, {caps.sms} multiprocessors")
+    say.summary("graphs", " ".join(program.phases))
+    say.summary("kernels", len(program.kernels))
+    say.summary("device memory", amount(total_bytes(program)))
+    say.summary("total", f"{time.monotonic() - started:.1f} s")
