@@ -16,6 +16,7 @@ from compiler.ir.types import IRError, TensorType
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+BLOCK_COLUMNS = 32  # columns of a block: accumulators of more do not fit the registers
 # artifact name -> (name in kernels, bytes of 128 columns in the code plane, pitch of a row's high bits and bytes of the
 # scales of 16 rows in a stage); the figures repeat those of geometry.cuh, which checks the sum
 FORMATS = {
@@ -53,6 +54,11 @@ class Product:
     @property
     def bucket(self) -> int:
         return next(b for b in BUCKETS if b >= self.columns)
+
+    @property
+    def block_columns(self) -> int:
+        """Columns that one block computes."""
+        return min(self.bucket, BLOCK_COLUMNS)
 
     @property
     def outputs(self) -> int:
@@ -98,13 +104,13 @@ def shared_bytes(product: Product, tile: Tile) -> int:
     """Dynamic shared memory of a block (LinearGeometry::smem_bytes; the template asserts that they agree)."""
     _, code_bytes, high_pitch, scale_bytes = FORMATS[product.format]
     stage = tile.mtiles * (16 * code_bytes + 16 * high_pitch + scale_bytes)
-    units = tile.mtiles * ceil(product.bucket / 8)
+    units = tile.mtiles * ceil(product.block_columns / 8)
     sums = product.segments * product.slices * units * 512 if tile.warps_k > 1 else 0
     if tile.resident:
-        x = product.bucket * (product.segments * product.chunks * 256 + 64)
+        x = product.block_columns * (product.segments * product.chunks * 256 + 64)
     else:
-        x = tile.stages * tile.warps_k * product.bucket * 320
-    norm = product.bucket * 36 if product.norm else 0
+        x = tile.stages * tile.warps_k * product.block_columns * 320
+    norm = product.block_columns * 36 if product.norm else 0
     ring = ceil((x + norm) / 128) * 128 + tile.warps_r * tile.warps_k * tile.stages * stage
     return ring + tile.warps_r * sums * (2 if tile.resident else 1)
 
@@ -160,7 +166,7 @@ def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
 def _rank(product: Product, tile: Tile, caps: DeviceCaps) -> tuple[float, ...]:
     """Sort key of the built-in choice, best first."""
     subtiles = tile.mtiles // 2 if product.epilogue == "swiglu" else tile.mtiles
-    blocks = ceil(product.row_tiles / (subtiles * tile.warps_r))
+    blocks = ceil(product.row_tiles / (subtiles * tile.warps_r)) * (product.bucket // product.block_columns)
     smem = shared_bytes(product, tile) + 1024
     room = min(caps.smem_sm // smem, 48 // (tile.warps_r * tile.warps_k))  # blocks that one multiprocessor can hold
     together = min(tile.blocks_per_sm or room, room, ceil(blocks / caps.sms))
@@ -215,9 +221,10 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         raise IRError(f"product [{product.n}, {product.k}]: tile {tile} does not fit {caps.arch}")
     swiglu, norm = product.epilogue == "swiglu", product.norm
     subtiles = tile.mtiles // 2 if swiglu else tile.mtiles
-    blocks = ceil(product.row_tiles / (subtiles * tile.warps_r))
+    blocks, column_blocks = ceil(product.row_tiles / (subtiles * tile.warps_r)), product.bucket // product.block_columns
     if tile.blocks_per_sm:
-        blocks = min(blocks, caps.sms * tile.blocks_per_sm)
+        blocks = min(blocks, max(1, caps.sms * tile.blocks_per_sm // column_blocks))
+    blocks *= column_blocks
     threads, smem = 32 * tile.warps_r * tile.warps_k, shared_bytes(product, tile)
     suffix = {"store": "", "store_f32": "_f32", "swiglu": "_swiglu", "residual": "_residual"}[product.epilogue]
     if product.segments > 1:
@@ -236,11 +243,11 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         entry=f"linear_{product.kernel_format}_n{product.n}_k{product.k}_c{product.bucket}{suffix}{'_norm' if norm else ''}"
         f"_{caps.arch.replace('_', '')}",
         template="linear_columns.cu.j2",
-        params={"format": product.kernel_format, "n": product.n, "k": product.k, "bucket": product.bucket,
-                "segments": product.segments, "slices": product.slices, "mtiles": tile.mtiles, "warps_r": tile.warps_r,
-                "warps_k": tile.warps_k, "stages": tile.stages, "resident": tile.resident, "norm": norm,
-                "epilogue": product.epilogue, "release": tile.release, "threads": threads, "smem": smem,
-                "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
+        params={"format": product.kernel_format, "n": product.n, "k": product.k, "bucket": product.block_columns,
+                "column_blocks": column_blocks, "segments": product.segments, "slices": product.slices,
+                "mtiles": tile.mtiles, "warps_r": tile.warps_r, "warps_k": tile.warps_k, "stages": tile.stages,
+                "resident": tile.resident, "norm": norm, "epilogue": product.epilogue, "release": tile.release,
+                "threads": threads, "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
         grid=(blocks, 1, 1),
         block=threads,
         smem=smem,

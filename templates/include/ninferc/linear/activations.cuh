@@ -11,13 +11,14 @@
 
 namespace ninferc {
 
-// x is [columns, K] bf16 with rows x_stride apart.  Columns past `columns` repeat the last one: their sums are not stored.
+// x is [columns, K] bf16 with rows x_stride apart.  Columns past the end repeat the last one: their sums are not stored.
 struct Activations {
   const bf16* x;
   u32 stride;
   u32 columns;
+  u32 first_column;
   NINFERC_DEVICE const bf16* at(u32 column, u32 k) const {
-    return x + u64(column < columns ? column : columns - 1) * stride + k;
+    return x + u64(first_column + (column < columns ? column : columns - 1)) * stride + k;
   }
 };
 

@@ -32,7 +32,7 @@ struct ChunkWalk {
 };
 
 template <class Config>
-NINFERC_DEVICE void linear_columns(const LinearArguments& args) {
+NINFERC_DEVICE void linear_columns(LinearArguments args) {
   using G = LinearGeometry<Config>;
   constexpr u32 stages = G::stages;
   NINFERC_DYNAMIC_SMEM(smem);
@@ -43,11 +43,15 @@ NINFERC_DEVICE void linear_columns(const LinearArguments& args) {
 
   // Tiles are dealt to blocks first, so that every block has work before any has twice.  Warps that share a ring of
   // activations walk in step, past the last tile if need be: then without copies and without storing.
-  const u32 tile_step = gridDim.x * G::warps_r;
-  const u32 first_tile = warp_r * gridDim.x + blockIdx.x;
+  const u32 blocks = gridDim.x / G::column_blocks, tile_step = blocks * G::warps_r;
+  const u32 first_tile = warp_r * blocks + blockIdx.x / G::column_blocks;
   const u32 end_tile = G::resident ? G::tiles : ceil_div(G::tiles, tile_step) * tile_step;
 
-  const Activations in{args.x, args.x_stride, args.columns};
+  if constexpr (G::column_blocks > 1) {
+    args.first_column = blockIdx.x % G::column_blocks * G::bucket;
+    args.columns = args.columns - args.first_column < G::bucket ? args.columns - args.first_column : G::bucket;
+  }
+  const Activations in{args.x, args.x_stride, args.columns, args.first_column};
   const ActivationCopier<G> x_copier{in, warp_r * 32 + lane_id()};
   WeightCopier<G> w_copier(args.codes, args.high, args.scales);
   ChunkWalk<G> next(warp_k);

@@ -13,6 +13,7 @@ struct LinearArguments {
   const bf16* x;
   u32 x_stride;
   u32 columns;  // 1 .. bucket
+  u32 first_column;  // of x, residual and y, where a block takes only some of the columns
   const u8* codes;
   const u8* high;
   const u8* scales;
@@ -62,14 +63,14 @@ struct LinearEpilogue {
     for (u32 e = 0; e < 4; ++e) {
       const u32 output = output_row(group, e / 2), column = t * 8 + lane_id() % 4 * 2 + e % 2;
       if (column >= args.columns || (!G::whole_rows && output >= G::outputs)) continue;
-      const u64 at = u64(column) * args.y_stride + output;
+      const u64 at = u64(args.first_column + column) * args.y_stride + output;
       if constexpr (G::epilogue == Epilogue::store_f32) {
         st_global(static_cast<f32*>(args.y) + at, v[e]);
       } else {
         f32 value = v[e];
         if constexpr (G::swiglu) value = silu_fast(v[e]) * up[e];
         if constexpr (G::epilogue == Epilogue::residual)
-          value += bf16_to_f32(ld_global<bf16>(args.residual + u64(column) * args.residual_stride + output));
+          value += bf16_to_f32(ld_global<bf16>(args.residual + u64(args.first_column + column) * args.residual_stride + output));
         st_global(static_cast<bf16*>(args.y) + at, f32_to_bf16(value));
       }
     }

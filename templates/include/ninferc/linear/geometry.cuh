@@ -7,7 +7,9 @@
 //
 // Work.  A tile is `mtiles` matrix tiles of 16 weight rows (swiglu: gate and up rows alternate).  A block of
 // warps_r x warps_k warps works on warps_r tiles at once, with the slices of each spread over warps_k warps; it walks over
-// tiles with the stride of the grid.  Each warp streams its weights through a ring of `stages` chunks in shared memory.
+// tiles with the stride of the grid.  Each warp streams its weights through a ring of `stages` chunks in shared memory.  A
+// block has at most 32 columns: for more, `column_blocks` neighbouring blocks take the same tile, and all but one find its
+// weights in the L2 cache.
 #pragma once
 #include <ninferc/base/types.cuh>
 #include <ninferc/codec/format.cuh>
@@ -18,7 +20,7 @@ enum class Epilogue : u32 { store, store_f32, swiglu, residual };
 // When dependent kernels may start: at once (short kernels), with the block's last tile, or at the end of the kernel.
 enum class Release : u32 { early, late, end };
 
-// Config: format, n, k, bucket, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, norm, release.
+// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, norm, release.
 template <class Config>
 struct LinearGeometry : Config {
   using Traits = FormatTraits<Config::format>;
