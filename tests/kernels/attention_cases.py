@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from compiler.emit.render import render
-from compiler.ir.op import Op
+from compiler.ir.op import Attr, Op
 from compiler.ir.types import Ref, TensorType
 from compiler.kernels.attention_decode import group_columns, merge_spec, partial_spec, work_items
 from compiler.kernels.attention_prefill import prefill_spec
 from compiler.kernels.spec import DeviceCaps, KernelSpec
-from compiler.ops.attention import LANE_TABLES, attend, chunk_count, lower_decode, sigmoid
+from compiler.ops.attention import attend, chunk_count, lower_decode, sigmoid
+from compiler.ops.attn_prepare import LANE_TABLES
 from tests.emulator.harness import from_bf16, poisoned, to_bf16
 
 Array = np.ndarray[Any, Any]
@@ -62,7 +63,7 @@ class Case:
 
     def op(self, phase: str) -> Op:
         inputs = {name: Ref(name) for name in ("qr", "gate", "kv", *LANE_TABLES, "work", "work_count")}
-        attrs = {"phase": phase, "heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim}
+        attrs: dict[str, Attr] = {"phase": phase, "heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim}
         return Op("attention", inputs, {"o": Ref("o")}, {}, attrs)
 
     def rows(self) -> list[int]:

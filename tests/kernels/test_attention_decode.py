@@ -30,7 +30,8 @@ def listed(work: Any, count: Any) -> list[tuple[int, int, int, int, int, int]]:
 
 def expected_items(case: Case) -> set[tuple[int, int, int, int, int, int]]:
     """The same from the rule: columns of a lane, in groups, share an item when chunk size and chunk agree."""
-    group, masks = group_columns(case.width, case.heads, case.kv_heads), {}
+    group = group_columns(case.width, case.heads, case.kv_heads)
+    masks: dict[tuple[int, ...], int] = {}
     for lane in range(case.lanes):
         for t in range(int(case.active[lane])):
             length = int(case.before[lane]) + t + 1
@@ -38,7 +39,7 @@ def expected_items(case: Case) -> set[tuple[int, int, int, int, int, int]]:
                 for head in range(case.kv_heads):
                     key = (lane, int(case.page_row[lane]), head, chunk_keys(length), first, t // group)
                     masks[key] = masks.get(key, 0) | 1 << t
-    return {(*key[:5], mask) for key, mask in masks.items()}
+    return {(lane, row, head, size, first, mask) for (lane, row, head, size, first, _), mask in masks.items()}
 
 
 @pytest.mark.parametrize(

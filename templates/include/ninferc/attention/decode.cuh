@@ -36,6 +36,7 @@ struct Decode {
   static constexpr u32 key_parts = warps < 4 ? warps : 4, dim_parts = warps / key_parts;  // of the score product
   static constexpr u32 key_tiles = tile / 8 / key_parts, depth = dim / 16 / dim_parts;    // per warp
   static constexpr u32 passes = ceil_div(rows * 8, threads);                              // 8 lanes to a row of scores
+  static constexpr u32 resident = row_tiles == 2 ? 2 : row_tiles > 2 ? 1 : 0;  // row tiles with query values in registers
   static constexpr u32 tile_bytes = tile * dim * 2;
   static constexpr u32 score_pitch = tile + 8, weight_pitch = tile * 2 + 16;  // floats; bytes
   static constexpr u32 query_at = slots * tile_bytes, score_at = query_at + rows * dim * 2;
@@ -53,23 +54,23 @@ struct TileLoader {
   const u8* cache;
   const i32 *work, *lane_len, *page_table;
   u32 item, items, slot = 0;
-  u32 key = 0, stop = 0, kv_head = 0, page = 0, next_page = 0;
-  const i32* pages = nullptr;
+  u32 key = 0, stop = 0, kv_head = 0, page = 0, next_page = 0, entry = 0;  // entry: of `page` in the page table
   bool values = false;
 
   NINFERC_DEVICE void open() {
-    if (item >= items) return;
-    const WorkItem w = ld_global<WorkItem>(work + 4 * item);
+    if (item < items) open(ld_global<WorkItem>(work + 4 * item));
+  }
+  NINFERC_DEVICE void open(const WorkItem& w) {
     const u32 length = u32(ld_global<i32>(lane_len + w.lane()));
     key = w.first;
     stop = min(w.first + w.chunk(), length + w.last_column() + 1);
     kv_head = w.kv_head();
-    pages = page_table + u64(w.page_row()) * Config::row_pages + key / kv::page_tokens;
-    page = u32(ld_global<i32>(pages));
+    entry = w.page_row() * Config::row_pages + key / kv::page_tokens;
+    page = u32(ld_global<i32>(page_table + entry));
     look_ahead();
   }
   NINFERC_DEVICE void look_ahead() {
-    if (key + kv::page_tokens < stop) next_page = u32(ld_global<i32>(++pages));
+    if (key + kv::page_tokens < stop) next_page = u32(ld_global<i32>(page_table + ++entry));
   }
   // Starts the copy of the next tile into the next slot of the ring; one commit group per call, empty at the end.
   NINFERC_DEVICE void issue(u32 ring) {
@@ -94,6 +95,21 @@ struct TileLoader {
   }
 };
 
+// The (column, query head) pairs behind the rows of an item's matrix tiles.
+template <class Config>
+struct ItemRows {
+  WorkItem item;
+  u32 first;  // column of row 0 within the lane
+
+  NINFERC_DEVICE explicit ItemRows(const WorkItem& w) : item(w), first(w.last_column() / Config::group * Config::group) {}
+  NINFERC_DEVICE u32 lane_column(u32 row) const { return first + row / Config::share; }
+  NINFERC_DEVICE bool active(u32 row) const {
+    return row < Config::share * Config::group && ((item.columns >> lane_column(row)) & 1) != 0;
+  }
+  NINFERC_DEVICE u32 column(u32 row) const { return item.lane() * Config::lane_columns + lane_column(row); }
+  NINFERC_DEVICE u32 head(u32 row) const { return item.kv_head() * Config::share + row % Config::share; }
+};
+
 // qr[columns][heads · dim] → partial_o[columns][heads][chunks][dim], not divided by the sum, and partial_ml[…][chunks][2]:
 // maximum (base 2, scaled) and sum of weights.  scale = log2(e) / sqrt(dim).
 template <class Config>
@@ -110,9 +126,11 @@ NINFERC_DEVICE void attend(const bf16* qr, i32 qr_stride, const u8* cache, const
   grid_dependency_wait();
   grid_launch_dependents();
 
+  // The first item is fetched together with the count: the grid is no larger than the table.
+  const WorkItem first_item = ld_global<WorkItem>(work + 4 * blockIdx.x);
   const u32 items = u32(ld_global<i32>(work_count));
   TileLoader<Config> loader{cache, work, lane_len, page_table, blockIdx.x, items};
-  loader.open();
+  if (blockIdx.x < items) loader.open(first_item);
 #pragma unroll 1
   for (u32 i = 0; i + 1 < Config::slots; ++i) loader.issue(base);
 
@@ -128,13 +146,10 @@ NINFERC_DEVICE void attend(const bf16* qr, i32 qr_stride, const u8* cache, const
   };
 
   for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
-    const WorkItem w = ld_global<WorkItem>(work + 4 * item);
+    const ItemRows<Config> item_rows(ld_global<WorkItem>(work + 4 * item));
+    const WorkItem& w = item_rows.item;
     const u32 length = u32(ld_global<i32>(lane_len + w.lane()));
     const u32 stop = min(w.first + w.chunk(), length + w.last_column() + 1);
-    const u32 group_first = w.last_column() / Config::group * Config::group;  // column of row 0
-    const auto active = [&](u32 row) {
-      return row < Config::share * Config::group && ((w.columns >> (group_first + row / Config::share)) & 1) != 0;
-    };
 
     // query rows; absent ones are zeros
     constexpr u32 pieces = dim / 8;
@@ -142,10 +157,8 @@ NINFERC_DEVICE void attend(const bf16* qr, i32 qr_stride, const u8* cache, const
     for (u32 i = 0; i < rows * pieces / threads; ++i) {
       const u32 index = i * threads + thread, row = index / pieces, piece = index % pieces;
       u32x4 value{0, 0, 0, 0};
-      if (active(row)) {
-        const u32 column = w.lane() * Config::lane_columns + group_first + row / Config::share;
-        value = ld_global<u32x4>(qr + u64(column) * qr_stride + (w.kv_head() * Config::share + row % Config::share) * dim + piece * 8);
-      }
+      if (item_rows.active(row))
+        value = ld_global<u32x4>(qr + u64(item_rows.column(row)) * qr_stride + item_rows.head(row) * dim + piece * 8);
       st_shared(query + swizzled<dim>(row, piece), value);
     }
     f32 maximum[Config::passes], sum[Config::passes];
@@ -155,14 +168,25 @@ NINFERC_DEVICE void attend(const bf16* qr, i32 qr_stride, const u8* cache, const
       const u32 row = p * (threads / 8) + thread / 8;
       maximum[p] = NINFERC_MINUS_INFINITY;
       sum[p] = 0.0f;
-      visible[p] = active(row) ? length + group_first + row / Config::share + 1 : 0;
+      visible[p] = item_rows.active(row) ? length + item_rows.lane_column(row) + 1 : 0;
     }
     f32 output[row_tiles][4][4] = {};
+    // Wide passes keep this warp's part of the query rows in registers: shared memory is their bottleneck.
+    const u32 key_part = warp % Config::key_parts, dim_part = warp / Config::key_parts;
+    u32 resident[Config::resident + 1][Config::depth][4];
+    const auto load_query = [&](u32 (&a)[4], u32 m, u32 step) {
+      ldmatrix_x4(a, query + swizzled<dim>(m * 16 + lane % 16, (dim_part * Config::depth + step) * 2 + lane / 16));
+    };
+    if constexpr (Config::resident > 0) {
+      sync_block();
+#pragma unroll
+      for (u32 i = 0; i < Config::resident * Config::depth; ++i)
+        load_query(resident[i / Config::depth][i % Config::depth], i / Config::depth, i % Config::depth);
+    }
 
     for (u32 key = w.first; key < stop; key += Config::tile) {
       // ---- scores: rows x 32 keys; this warp's keys and dimensions ----
       const u32 keys = next_tile();
-      const u32 key_part = warp % Config::key_parts, dim_part = warp / Config::key_parts;
       f32 score[row_tiles][Config::key_tiles][2][4] = {};
 #pragma unroll
       for (u32 step = 0; step < Config::depth; step += 2) {
@@ -175,8 +199,9 @@ NINFERC_DEVICE void attend(const bf16* qr, i32 qr_stride, const u8* cache, const
         for (u32 m = 0; m < row_tiles; ++m)
 #pragma unroll
           for (u32 half = 0; half < 2; ++half) {
-            u32 a[4];
-            ldmatrix_x4(a, query + swizzled<dim>(m * 16 + lane % 16, piece + half * 2 + lane / 16));
+            const bool held = i32(m) < i32(Config::resident);
+            auto& a = resident[held ? m : Config::resident][step + half];
+            if (!held) load_query(a, m, step + half);
 #pragma unroll
             for (u32 n = 0; n < Config::key_tiles; ++n) {
               const u32 part[2] = {b[n][2 * half], b[n][2 * half + 1]};
@@ -260,24 +285,24 @@ NINFERC_DEVICE void attend(const bf16* qr, i32 qr_stride, const u8* cache, const
       }
     }
 
-    // ---- partial results ----
-    const u32 chunk = w.first / w.chunk();
+    // ---- partial results; the item is read again, which frees its registers in the loop above ----
+    const ItemRows<Config> target_rows(ld_global<WorkItem>(work + 4 * item));
+    const u32 chunk = target_rows.item.first / target_rows.item.chunk();
     const auto place = [&](u32 row) {
-      const u32 column = w.lane() * Config::lane_columns + group_first + row / Config::share;
-      return (u64(column) * Config::heads + w.kv_head() * Config::share + row % Config::share) * Config::chunks + chunk;
+      return (u64(target_rows.column(row)) * Config::heads + target_rows.head(row)) * Config::chunks + chunk;
     };
 #pragma unroll
     for (u32 p = 0; p < Config::passes; ++p) {
       const u32 row = p * (threads / 8) + thread / 8;
       const f32 total = warp_sum<8>(sum[p]);
-      if (lane % 8 == 0 && active(row)) st_global(partial_ml + place(row) * 2, f32x2{maximum[p], total});
+      if (lane % 8 == 0 && target_rows.active(row)) st_global(partial_ml + place(row) * 2, f32x2{maximum[p], total});
     }
 #pragma unroll
     for (u32 m = 0; m < row_tiles; ++m)
 #pragma unroll
       for (u32 low = 0; low < 2; ++low) {
         const u32 row = m * 16 + low * 8 + group_row;
-        if (!active(row)) continue;
+        if (!target_rows.active(row)) continue;
         f32* const target = partial_o + place(row) * dim + warp * 32 + pair * 2;
 #pragma unroll
         for (u32 n = 0; n < 4; ++n)  // + 0: a tile of masked keys would turn -0 into +0
