@@ -21,11 +21,12 @@ from artifacts.container.directory_v3 import parse_directory as parse_directory_
 from artifacts.container.json_reader import MAX_DIRECTORY_BYTES
 from artifacts.container.payload import PART_HEADER_BYTES, Bytes, MappedFile, Payload, Segment
 from artifacts.container.schema import METADATA_ALIGNMENT, StoredObject, TensorObject
-from artifacts.errors import DirectoryError, FramingError, IdentityError, LayoutError, quoted
+from artifacts.errors import DirectoryError, FramingError, IdentityError, LayoutError, PayloadError, quoted
 from artifacts.identities.model import ModelView, RowView
 from artifacts.layouts import align_up
 
 MAGICS = {b"NINFER\x00\x01": 1, b"NINFER\x00\x02": 2, b"NINFER\x00\x03": 3}
+MAX_RESOURCE_BYTES = 64 << 20
 HEADER_BYTES = {1: 16, 2: 16, 3: 32}
 
 
@@ -202,11 +203,16 @@ class Artifact:
             raise LayoutError(f"object {quoted(name)}: bytes [{begin}, {stop}) leave its {entry.bytes} bytes")
         return self._payload.read(entry.offset + begin, stop - begin)
 
-    def resource(self, name: str) -> bytes:
-        """The bytes of a resource, by object name or, in version 3, by id."""
+    def resource(self, name: str, limit: int = MAX_RESOURCE_BYTES) -> bytes:
+        """The bytes of a resource, by object name or, in version 3, by id.
+
+        Errors: as `object`, IdentityError for a tensor, PayloadError when it is longer than `limit` bytes.
+        """
         entry = self.object(name)
         if isinstance(entry, TensorObject):
             raise IdentityError(f"{self.path.name}: object {quoted(name)} is a tensor, not a resource")
+        if entry.bytes > limit:
+            raise PayloadError(f"{self.path.name}: resource {quoted(name)} has {entry.bytes} bytes; at most {limit} are read")
         return self._payload.read(entry.offset, entry.bytes).tobytes()
 
     def open_parts(self) -> None:

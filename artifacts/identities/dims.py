@@ -18,6 +18,7 @@ ARCHITECTURES = {DENSE_TYPE: "Qwen3_5ForCausalLM", MOE_TYPE: "Qwen3_5MoeForCausa
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 20
 MAX_VOCABULARY = 1 << 24
+MAX_EXPERTS = 4096
 
 
 def binary32(value: float) -> float:
@@ -203,8 +204,8 @@ def _mlp_members(config: Mapping[str, Any], kind: str, scope: str) -> dict[str, 
     if kind == DENSE_TYPE:
         return {"intermediate": _integer(config, "intermediate_size", scope)}
     members = {
-        "experts": _integer(config, "num_experts", scope, 65536),
-        "experts_per_token": _integer(config, "num_experts_per_tok", scope, 65536),
+        "experts": _integer(config, "num_experts", scope, MAX_EXPERTS),
+        "experts_per_token": _integer(config, "num_experts_per_tok", scope, MAX_EXPERTS),
         "moe_intermediate": _integer(config, "moe_intermediate_size", scope),
         "shared_intermediate": _integer(config, "shared_expert_intermediate_size", scope),
     }

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from artifacts.container.directory_v3 import Binding, Use
-from artifacts.container.json_reader import JsonCursor, decode_text
+from artifacts.container.json_reader import MAX_DIRECTORY_BYTES, JsonCursor, decode_text
 from artifacts.container.schema import TensorObject
 from artifacts.errors import ConfigError, DirectoryError, IdentityError, LayoutError, PayloadError, quoted
 from artifacts.identities.dims import DraftDims, TextDims, VisionDims
@@ -70,7 +70,7 @@ class ModelView:
                 f"resource {CONFIG_RESOURCE}"
             )
         try:
-            cursor = JsonCursor(decode_text(artifact.resource(CONFIG_RESOURCE)), negative_zero=True)
+            cursor = JsonCursor(decode_text(artifact.resource(CONFIG_RESOURCE, MAX_DIRECTORY_BYTES)), negative_zero=True)
             value = cursor.open_value(CONFIG_RESOURCE)
             cursor.end()
         except DirectoryError as error:

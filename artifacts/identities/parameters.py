@@ -13,6 +13,8 @@ from artifacts.identities.plan import FP8, NVFP4, divisor_name
 
 DIVISOR_SUFFIX = "/input_scale_divisor"
 DIVISOR_ROLE = "activation_input_divisor"
+MAX_PARAMETERS = 131072
+"""Policy: what a configuration of a few bytes may make of the objects of a file. The largest published model has 32,713."""
 SPECULATIVE = ("mtp", "dflash", "dflash2")
 
 _PLAIN_NAMES = (
@@ -119,6 +121,8 @@ def bindings_of(
             if parameter in bindings:
                 raise IdentityError(f"object {quoted(tensor.name)}: parameter {quoted(parameter)} is held twice")
             bindings[parameter] = Binding((Part(tensor.name, begin * width, end * width),), whole)
+        if len(bindings) > MAX_PARAMETERS:
+            raise IdentityError(f"the objects hold more than {MAX_PARAMETERS} parameters")
     return bindings
 
 

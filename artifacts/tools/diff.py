@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from artifacts.container.artifact import Artifact
-from artifacts.container.schema import StoredObject, TensorObject
+from artifacts.container.schema import V3_NAMES, StoredObject, TensorObject
+from artifacts.errors import quoted
 
 COMPARE_BYTES = 8 << 20
 
@@ -33,7 +34,7 @@ def compare(
     Errors: PartError, LayoutError for version 3 objects that cannot be read.
     """
     if a.identity != b.identity:
-        yield Difference("", "identity", f"{a.identity} against {b.identity}")
+        yield Difference("", "identity", f"{quoted(str(a.identity))} against {quoted(str(b.identity))}")
     total = sum(entry.bytes for name, entry in a.objects.items() if name in b.objects)
     done = 0
     for name, left in a.objects.items():
@@ -55,8 +56,13 @@ def compare(
 
 def _describe(entry: StoredObject) -> str:
     if isinstance(entry, TensorObject):
-        return f"tensor {entry.format} {list(entry.shape)} in {entry.layout}, {entry.bytes} bytes"
-    return f"resource {entry.encoding}, {entry.bytes} bytes"
+        return f"tensor {_name(entry.format)} {list(entry.shape)} in {_name(entry.layout)}, {entry.bytes} bytes"
+    return f"resource {_name(entry.encoding)}, {entry.bytes} bytes"
+
+
+def _name(stored: str) -> str:
+    """Version 3 files may name formats as they like."""
+    return stored if stored in V3_NAMES else quoted(stored)
 
 
 def _compare_bytes(a: Artifact, b: Artifact, left: StoredObject, right: StoredObject) -> Iterator[Difference]:

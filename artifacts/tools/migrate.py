@@ -148,4 +148,4 @@ def _check(path: Path, result: Migration) -> None:
     with Artifact(path) as artifact:
         wanted = (2, result.identity, result.payload_start, None)
         if (artifact.version, artifact.identity, artifact.payload_start, artifact.recovered_from) != wanted:
-            raise IdentityError(f"read back {artifact.identity} in version {artifact.version}")
+            raise IdentityError(f"read back {quoted(str(artifact.identity))} in version {artifact.version}")

@@ -10,7 +10,7 @@ from artifacts.container.artifact import Artifact
 from artifacts.container.directory_v2 import Identity, encode_directory
 from artifacts.container.schema import TensorObject
 from artifacts.container.writer import MAGIC_OF_VERSION
-from artifacts.errors import ArtifactError, IdentityError, OutputError
+from artifacts.errors import ArtifactError, IdentityError, OutputError, quoted
 from artifacts.identities.registry import REGISTRY, identify, tensor_signature
 from artifacts.layouts import align_up
 from artifacts.tools.inplace import Disk, Rewrite, header_bytes
@@ -62,7 +62,7 @@ def relabel(path: Path, weights_id: str | None = None, dry_run: bool = False, di
     try:
         with Artifact(path) as artifact:
             if artifact.identity != after or artifact.recovered_from is not None:
-                raise IdentityError(f"read back {artifact.identity}")
+                raise IdentityError(f"read back {quoted(str(artifact.identity))}")
     except ArtifactError as error:
         rewrite.recover()
         raise OutputError(f"{path.name}: the new directory did not read back ({error}); the old one was restored") from None
@@ -74,7 +74,7 @@ def _target(artifact: Artifact, weights_id: str | None) -> Identity:
     belongs = identify(artifact.identity, artifact.objects.values())
     if weights_id is None:
         if belongs is None:
-            raise IdentityError(f"{artifact.path.name}: {artifact.identity} is not registered; name the new weights id")
+            raise IdentityError(f"{artifact.path.name}: {quoted(str(artifact.identity))} is not registered; name the new weights id")
         return belongs.identity
     after = Identity(artifact.identity.model_id, weights_id)
     if after in REGISTRY:

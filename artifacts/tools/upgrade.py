@@ -4,12 +4,11 @@ Weights keep their bytes and offsets; only names, bindings and the directory are
 version 2 file whose model is known is accepted, not only the five published identities.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from artifacts.container.artifact import Artifact
 from artifacts.container.directory_v3 import Component, DirectoryV3, FilePart
@@ -95,8 +94,9 @@ def plan_upgrade(
 def _check_divisors(artifact: Artifact) -> None:
     for name in artifact.objects:
         if name.endswith(DIVISOR_SUFFIX):
-            value = artifact.tensor_bytes(name).view("<f4")
-            if value.size != 1 or not (np.isfinite(value[0]) and value[0] > 0):
+            tensor = artifact.tensor(name)
+            scalar = tensor.format == "FP32" and tensor.shape == ()
+            if not scalar or not 0 < float(artifact.tensor_bytes(name).view("<f4")[0]) < math.inf:
                 raise PayloadError(f"object {quoted(name)}: an input divisor must be one finite positive FP32 value")
 
 

@@ -1,7 +1,7 @@
 """`verify`: beyond the container rules, is this the object list of its model, and are the stored values legal?"""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
@@ -11,7 +11,7 @@ from artifacts.container.artifact import Artifact
 from artifacts.container.directory_v3 import Binding, Use
 from artifacts.container.schema import ObjectPlan, StoredObject, TensorObject, place
 from artifacts.errors import ArtifactError, ConfigError, quoted
-from artifacts.formats import FORMATS
+from artifacts.formats import FORMATS, Array
 from artifacts.formats.base import default_threads, rows_per_block
 from artifacts.identities.dims import DraftDims
 from artifacts.identities.parameters import DIVISOR_ROLE, DIVISOR_SUFFIX, bindings_of, uses_of
@@ -31,6 +31,8 @@ Progress = Callable[[int, int], None]
 """(bytes checked, bytes in all)."""
 
 DIRECT = ("BF16", FP32, I32)
+MAX_BLOCK_ELEMENTS = 1 << 24
+"""Columns times the row unit of the layout: longer rows are no model's, and unpacking one would take gigabytes."""
 
 
 def verify(artifact: Artifact, deep: bool = False, progress: Progress | None = None) -> list[str]:
@@ -84,7 +86,7 @@ def _registered_problems(artifact: Artifact) -> Iterator[str]:
             yield f"object {quoted(name)}: a tensor; {entry.identity} has a resource there"
         elif (found.shape, found.format) != (plan.shape, plan.format):
             yield (
-                f"object {quoted(name)}: {found.format} {list(found.shape)}; "
+                f"object {quoted(name)}: {quoted(found.format)} {list(found.shape)}; "
                 f"{entry.identity} requires {plan.format} {list(plan.shape)}"
             )
     yield from _divisor_problems(artifact)
@@ -169,8 +171,8 @@ def _one_parameter(
         assert isinstance(tensor, TensorObject)
         if binding.whole and tensor.shape != shape:
             yield f"parameter {quoted(name)}: shape {list(tensor.shape)} stored, {list(shape)} required"
-        free = plan.format == "BF16" and len(shape) == 2
-        if not free and tensor.format != plan.format:
+        free = len(shape) == 2 and plan.format not in (FP32, I32)  # a matrix may have any weight format
+        if tensor.problem is None and not free and tensor.format != plan.format:
             yield f"parameter {quoted(name)}: stored as {tensor.format}, {plan.format} required"
 
 
@@ -222,7 +224,7 @@ def _value_problems(artifact: Artifact, progress: Progress | None) -> list[str]:
     total = sum(tensor.bytes for tensor in tensors)
     problems: dict[str, str] = {}
     done = 0
-    jobs = ((tensor, rows) for tensor in tensors for rows in _row_blocks(tensor))
+    jobs = _jobs(artifact, tensors)
     threads = default_threads()
     with ThreadPoolExecutor(threads) as pool:
         running: list[tuple[TensorObject, int, Future[str | None]]] = []
@@ -239,10 +241,9 @@ def _value_problems(artifact: Artifact, progress: Progress | None) -> list[str]:
             del running[:count]
 
         while batch := list(islice(jobs, threads)):  # bounded: a huge tensor has millions of blocks
-            for tensor, (r0, r1) in batch:
-                rows = tensor.shape[0] if tensor.shape else 1
-                share = tensor.bytes * (r1 - r0) // rows
-                running.append((tensor, share, pool.submit(_check_block, artifact, tensor, r0, r1)))
+            for tensor, data, r0, r1 in batch:
+                share = tensor.bytes * (r1 - r0) // tensor.shape[0]
+                running.append((tensor, share, pool.submit(_check_block, tensor, data, r0, r1)))
             collect(max(0, len(running) - 2 * threads))
         collect(len(running))
     for problem in _token_id_problems(artifact):
@@ -250,20 +251,25 @@ def _value_problems(artifact: Artifact, progress: Progress | None) -> list[str]:
     return list(problems.values())
 
 
-def _row_blocks(tensor: TensorObject) -> Iterator[tuple[int, int]]:
-    """Blocks of a few MiB. Direct formats have no illegal words and no padding, so they need none."""
-    if tensor.format in DIRECT:
-        return
-    unit = LAYOUTS[tensor.layout].row_unit
-    step = 4 * rows_per_block(tensor.shape[1], unit)
-    for r0 in range(0, tensor.shape[0], step):
-        yield r0, min(r0 + step, tensor.shape[0])
+def _jobs(artifact: Artifact, tensors: Iterable[TensorObject]) -> Iterator[tuple[TensorObject, Array, int, int]]:
+    """Blocks of rows of a few MiB, each with the bytes of its whole tensor: a view, or read once where files join.
+
+    Direct formats have no illegal words and no padding, so they need no blocks.
+    """
+    for tensor in tensors:
+        if tensor.format in DIRECT:
+            continue
+        data = artifact.tensor_bytes(tensor.name)
+        step = 4 * rows_per_block(tensor.shape[1], LAYOUTS[tensor.layout].row_unit)
+        for r0 in range(0, tensor.shape[0], step):
+            yield tensor, data, r0, min(r0 + step, tensor.shape[0])
 
 
-def _check_block(artifact: Artifact, tensor: TensorObject, r0: int, r1: int) -> str | None:
+def _check_block(tensor: TensorObject, data: Array, r0: int, r1: int) -> str | None:
     """The first broken rule among rows [r0, r1), or None."""
     layout = LAYOUTS[tensor.layout]
-    data = artifact.tensor_bytes(tensor.name)
+    if layout.row_unit * tensor.shape[1] > MAX_BLOCK_ELEMENTS:
+        return f"rows of {tensor.shape[1]} columns are too long to check"
     try:
         FORMATS[tensor.format].check_words(layout.unpack_rows(tensor.format, tensor.shape, data, r0, r1))
         layout.check_padding(tensor.format, tensor.shape, data, r0, r1)
@@ -285,7 +291,11 @@ def _token_id_problems(artifact: Artifact) -> Iterator[str]:
     except ArtifactError as error:
         yield str(error)
         return
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= limit):
+    if int(ids.min()) < 0 or int(ids.max()) >= limit:
         yield f"object {quoted(tensor.name)}: token ids must lie in 0 to {limit - 1}"
-    elif np.unique(ids).size != ids.size:
+        return
+    seen = np.zeros(limit, bool)
+    if ids.size <= limit:
+        seen[ids] = True
+    if np.count_nonzero(seen) != ids.size:
         yield f"object {quoted(tensor.name)}: token ids must be unique"

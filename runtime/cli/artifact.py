@@ -124,7 +124,7 @@ def verify(
             for problem in problems:
                 _note(f"{file}: {problem}")
             raise IdentityError(f"{file}: {len(problems)} problems")
-        print(f"{file}: version {artifact.version}, {artifact.identity}, {len(artifact.objects)} objects: sound")
+        print(f"{file}: version {artifact.version}, {_safe(str(artifact.identity))}, {len(artifact.objects)} objects: sound")
 
 
 def diff(
@@ -161,7 +161,7 @@ def migrate(
     if result.recovered:
         _note(f"{file}: an interrupted earlier run was undone first")
     done = "is version 2 already" if result.already else "would become version 2" if dry_run else "is now version 2"
-    print(f"{file}: {done}, {result.identity}")
+    print(f"{file}: {done}, {_safe(str(result.identity))}")
 
 
 def relabel(
@@ -174,9 +174,10 @@ def relabel(
 
     result = run(file, weights_id, dry_run=dry_run)
     if result.before == result.after:
-        print(f"{file}: is {result.after} already")
+        print(f"{file}: is {_safe(str(result.after))} already")
     else:
-        print(f"{file}: {result.before} {'would become' if dry_run else 'is now'} {result.after}")
+        change = "would become" if dry_run else "is now"
+        print(f"{file}: {_safe(str(result.before))} {change} {_safe(str(result.after))}")
 
 
 def upgrade(
