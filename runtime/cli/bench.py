@@ -1,0 +1,131 @@
+"""``ninferc bench``: prefill and decode speed of a program, as records."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    from runtime.cli.errors import UsageError
+
+    try:
+        values = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        values = []
+    if any(v < 1 for v in values) or (text and not values):
+        raise UsageError(f"{option} {text!r}: a comma-separated list of positive integers is needed")
+    return values
+
+
+def bench_command(
+    program: Annotated[Path, typer.Argument(help="Program folder or artifact.")],
+    prompts: Annotated[str, typer.Option("-p", help="Prompt lengths for prefill and contexts for decode.")] = "1024,8192",
+    steps: Annotated[int, typer.Option("-n", help="Decode steps per repeat.")] = 128,
+    batches: Annotated[str, typer.Option("-b", help="Lanes.")] = "1,8",
+    columns: Annotated[str, typer.Option("-t", help="Columns per lane of one step.")] = "1",
+    repeats: Annotated[int, typer.Option("-r", help="Repeats; the median counts.")] = 3,
+    weights: Annotated[str, typer.Option("--weights", help="file or synth (random weights made on the GPU).")] = "file",
+    output: Annotated[str, typer.Option("-o", help="table or json.")] = "table",
+    output_file: Annotated[Path | None, typer.Option("--output-file", help="Write the JSON record here.")] = None,
+    device: Annotated[str, typer.Option("--device", help="CUDA device index.")] = "0",
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    max_context: Annotated[int | None, typer.Option("--max-context")] = None,
+    card: Annotated[str | None, typer.Option("--as", help="Build for the GPU present with another card's capabilities.")] = None,
+    no_cuda_graph: Annotated[bool, typer.Option("--no-cuda-graph")] = False,
+    skip_prefill: Annotated[bool, typer.Option("--skip-prefill")] = False,
+) -> None:
+    """Measure a program on the GPU; every record says what it was measured on and with."""
+    import artifacts
+    from compiler.driver import CompileOptions
+    from compiler.emit.arch import card_as
+    from runtime.bench.device_fill import SynthWeights
+    from runtime.bench.environment import describe, gpu_state
+    from runtime.bench.measure import Bench
+    from runtime.cli.errors import UsageError
+    from runtime.cuda.backend import CudaBackend
+    from runtime.cuda.device import Device
+    from runtime.open import ArtifactWeights, cached_program, is_program, open_program
+    from runtime.vm.weights import WeightStore
+
+    if weights not in ("file", "synth"):
+        raise UsageError(f"--weights {weights!r}: allowed are file, synth")
+    contexts, lanes, widths = _numbers(prompts, "-p"), _numbers(batches, "-b"), _numbers(columns, "-t")
+    began = time.perf_counter()
+    if is_program(program):
+        opened = open_program(program, None)
+        artifact, built = opened.artifact, opened.program
+    else:
+        artifact = artifacts.open(program)
+        caps = Device(int(device)).caps()
+        if card:
+            caps = card_as(card, caps)
+        pairs = {(1, 1), (1, 32), *((b, t) for b in lanes for t in widths)}
+        need = max(contexts) + (steps + 4) * max(widths) + 64
+        options = CompileOptions(max_context=max_context or -(-need // 64) * 64, max_concurrency=max(lanes),
+                                 pairs=tuple(sorted(pairs)), score=False)  # fmt: skip
+        built, _ = cached_program(artifact, caps, options)
+    compiled = time.perf_counter()
+    source = SynthWeights(artifact, seed) if weights == "synth" else WeightStore(ArtifactWeights(artifact))
+    backend = CudaBackend(built, source, [int(device)], no_cuda_graph)
+    loaded = time.perf_counter()
+    try:
+        bench = Bench(backend, seed)
+        record: dict[str, Any] = describe(backend.devices)
+        record |= {
+            "command": ["ninferc", *sys.argv[1:]],
+            "artifact": {"model_id": built.artifact.model_id, "weights_id": built.artifact.weights_id,
+                         "file_bytes": built.artifact.file_bytes, "directory_sha256": built.artifact.directory_sha256},
+            "weights": "synthetic, generated on the GPU" if weights == "synth" else "file",
+            "cache": "filled with random values",
+            "caps": {"arch": built.caps.arch, "as": card or "", "sms": built.caps.sms},
+            "seed": seed, "repeats": repeats, "steps": steps,
+            "regions_bytes": built.regions, "compile_seconds": compiled - began, "load_seconds": loaded - compiled,
+        }  # fmt: skip
+        rate = bench.read_rate()
+        rows: list[dict[str, Any]] = [{"case": "read kernel 8 GiB", "metric": "bandwidth", "value": rate / 1e9, "unit": "GB/s"}]
+        name = f"{built.artifact.model_id}/{built.artifact.weights_id} tp1"
+        bench.fill_caches()
+        for context in contexts:
+            for b in lanes:
+                for t in widths:
+                    phase = built.phases[f"decode{b}x{t}"]
+                    timing = bench.decode(b, t, context, steps, repeats)
+                    moved = bench.step_bytes(phase, context)
+                    case = f"{name} ctx{context} bf16kv decode T{t} B{b}"
+                    rows += [
+                        {"case": case, "metric": "step", "value": timing.median * 1e3, "unit": "ms",
+                         "spread": [min(timing.seconds) * 1e3, max(timing.seconds) * 1e3]},
+                        {"case": case, "metric": "decode", "value": b * t / timing.median, "unit": "tok/s"},
+                        {"case": case, "metric": "bytes", "value": moved, "unit": "B"},
+                        {"case": case, "metric": "roofline", "value": moved / rate / timing.median, "unit": "fraction"},
+                        {"case": case, "metric": "host per launch", "value": timing.host * 1e6, "unit": "us"},
+                    ]  # fmt: skip
+        record["state_decode"] = [gpu_state(d.index) for d in backend.devices]
+        if not skip_prefill:
+            for context in contexts:
+                seconds = bench.prefill(context, max(1, min(repeats, 3)))
+                case = f"{name} prompt{context} bf16kv prefill"
+                rows.append({"case": case, "metric": "prefill", "value": context / statistics.median(seconds), "unit": "tok/s",
+                             "spread": [context / max(seconds), context / min(seconds)]})  # fmt: skip
+            short = bench.first_token(20, max(repeats, 3))
+            rows.append({"case": f"{name} prompt20 first token", "metric": "time", "value": statistics.median(short) * 1e3,
+                         "unit": "ms"})  # fmt: skip
+        record["state_after"] = [gpu_state(d.index) for d in backend.devices]
+        record["rows"] = rows
+    finally:
+        backend.close()
+    text = json.dumps(record, indent=1)
+    if output_file:
+        output_file.write_text(text + "\n")
+    if output == "json":
+        print(text)
+    else:
+        for row in rows:
+            print(f"{row['case']:64s} {row['metric']:16s} {row['value']:14.4f} {row['unit']}")
