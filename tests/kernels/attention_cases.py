@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from compiler.emit.arch import caps
 from compiler.emit.render import render
 from compiler.ir.op import Attr, Op
 from compiler.ir.types import Ref, TensorType
@@ -122,6 +123,11 @@ def make_case(before: Sequence[int], active: Sequence[int], width: int, *, heads
                 page_table, cache, qr, gate)  # fmt: skip
 
 
+def consumer_card(arch: str, sms: int = 5) -> DeviceCaps:
+    """``arch`` restricted to what a consumer card has: 99 KiB of shared memory per block, mma.sync only."""
+    return replace(caps(arch, sms=sms), smem_block=99 * 1024, smem_sm=100 * 1024, wgmma=False, clusters=False)
+
+
 WORK_LIST = """
 #include <ninferc/attention/worklist.cuh>
 using namespace ninferc;
@@ -157,7 +163,7 @@ def build_work(backend: Any, case: Case, extra: int = 0) -> tuple[Array, Array]:
     return work, count
 
 
-def run_decode(backend: Any, case: Case, caps: DeviceCaps, grid: int = 0) -> Array:
+def run_decode(backend: Any, case: Case, target: DeviceCaps, grid: int = 0) -> Array:
     """Work list, partial kernel and merge of ``case``; o bits [columns, heads·D], NaN where nothing was written."""
     work, count = build_work(backend, case)
     types = case.types(len(work))
@@ -168,10 +174,10 @@ def run_decode(backend: Any, case: Case, caps: DeviceCaps, grid: int = 0) -> Arr
         "page_table": case.page_table, "work": work, "work_count": count, "o": poisoned(case.qr.shape),
         "partial_o": poisoned(partial_o.type.shape, "f32"), "partial_ml": poisoned(partial_ml.type.shape, "f32"),
     }  # fmt: skip
-    spec = partial_spec(partial, types, case.width, caps)
+    spec = partial_spec(partial, types, case.width, target)
     spec = replace(spec, grid=(grid, 1, 1)) if grid else spec
     run(backend, spec, values)
-    run(backend, merge_spec(merge, types, case.width, caps), values)
+    run(backend, merge_spec(merge, types, case.width, target), values)
     out: Array = values["o"]
     return out
 
@@ -179,10 +185,10 @@ def run_decode(backend: Any, case: Case, caps: DeviceCaps, grid: int = 0) -> Arr
 Choice = Callable[[Op, Mapping[str, TensorType], DeviceCaps], KernelSpec]
 
 
-def run_prefill(backend: Any, case: Case, caps: DeviceCaps, choose: Choice = prefill_spec) -> Array:
+def run_prefill(backend: Any, case: Case, target: DeviceCaps, choose: Choice = prefill_spec) -> Array:
     """Prefill kernel on a case of one lane, launched twice over the same scratch; o bits [columns, heads·D], NaN where
     nothing was written."""
-    spec = choose(case.op("prefill"), case.types(), caps)
+    spec = choose(case.op("prefill"), case.types(), target)
     values: dict[str, Any] = {
         "qr": case.qr, "gate": case.gate, "kv": case.cache, "lane_len": case.before, "lane_ncols": case.active,
         "lane_page_row": case.page_row, "page_table": case.page_table, "o": poisoned(case.qr.shape),

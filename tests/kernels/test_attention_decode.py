@@ -17,7 +17,7 @@ from compiler.kernels.attention_decode import group_columns, merge_spec, partial
 from compiler.ops.attention import lower_decode, sigmoid
 from tests.emulator.harness import assert_close_to_fp64, from_bf16, poisoned, to_bf16
 from tests.gpu_launch import EmulatorLauncher
-from tests.kernels.attention_cases import PAGE, Case, build_work, make_case, run_decode
+from tests.kernels.attention_cases import PAGE, Case, build_work, consumer_card, make_case, run_decode
 
 LENGTHS = [1, 63, 64, 65, 127, 300]
 
@@ -81,6 +81,13 @@ def test_columns_against_fp64(kernel_backend: Any, width: int, heads: int, kv_he
     assert_close_to_fp64(out[case.rows()], case.reference(), "bf16")
     idle = np.setdiff1d(np.arange(len(out)), case.rows())
     assert (out[idle] == 0xFFFF).all(), "an inactive column was written"
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_consumer_card(kernel_backend: Any, width: int) -> None:
+    case = make_case([0, 140], [width, 1], width, dim=256, heads=12, kv_heads=2)
+    out = run_decode(kernel_backend, case, consumer_card(kernel_backend.arch))
+    assert_close_to_fp64(out[case.rows()], case.reference(), "bf16")
 
 
 def test_sharp_scores(kernel_backend: Any) -> None:

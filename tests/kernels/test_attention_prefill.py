@@ -15,7 +15,7 @@ from compiler.ir.types import IRError
 from compiler.kernels.attention_prefill import mma_spec, prefill_spec, wgmma_spec
 from tests.emulator.harness import assert_close_to_fp64, poisoned
 from tests.gpu_launch import EmulatorLauncher
-from tests.kernels.attention_cases import PAGE, Case, make_case, run_prefill
+from tests.kernels.attention_cases import PAGE, Case, consumer_card, make_case, run_prefill
 from tests.kernels.fixture_vectors import vectors
 
 VARIANTS = {"mma": mma_spec, "wgmma": wgmma_spec}
@@ -46,6 +46,13 @@ def test_split_keys(kernel_backend: Any, variant: str, dim: int, rows: int, sms:
     assert_close_to_fp64(out[:rows], case.reference(), "bf16")
     whole = run_prefill(kernel_backend, case, caps(kernel_backend.arch, sms=1), choose)
     assert (whole[:rows] != out[:rows]).any(), "nothing was split"
+
+
+def test_consumer_card(kernel_backend: Any) -> None:
+    case = make_case([70], [150], 192, dim=256, heads=2, kv_heads=1)
+    target = consumer_card(kernel_backend.arch)
+    assert prefill_spec(case.op("prefill"), case.types(), target).smem < 99 * 1024
+    assert_close_to_fp64(run_prefill(kernel_backend, case, target)[:150], case.reference(), "bf16")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
