@@ -74,7 +74,8 @@ def _target(artifact: Artifact, weights_id: str | None) -> Identity:
     belongs = identify(artifact.identity, artifact.objects.values())
     if weights_id is None:
         if belongs is None:
-            raise IdentityError(f"{artifact.path.name}: {quoted(str(artifact.identity))} is not registered; name the new weights id")
+            found = quoted(str(artifact.identity))
+            raise IdentityError(f"{artifact.path.name}: {found} is not registered; name the new weights id")
         return belongs.identity
     after = Identity(artifact.identity.model_id, weights_id)
     if after in REGISTRY:
