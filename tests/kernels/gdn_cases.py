@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,10 @@ import numpy as np
 
 from compiler.emit.arch import caps
 from compiler.emit.render import render
-from compiler.ir.op import Op, bf16_round
+from compiler.ir.op import Op
 from compiler.ir.types import Ref, TensorType
-from compiler.kernels.conv import conv_spec
 from compiler.kernels.gdn_decode import recurrent_spec
-from compiler.kernels.gdn_prefill import carry_spec, intra_spec
+from compiler.kernels.gdn_prefill import carry_shared, carry_spec, intra_spec
 from compiler.kernels.spec import KernelSpec
 from compiler.ops import gdn
 from tests.emulator.harness import decode, from_bf16, poisoned, to_bf16
@@ -120,11 +119,10 @@ class Tokens:
 
 
 def random_tokens(shape: Shape, count: int, rng: np.random.Generator, decay: float = 0.1) -> Tokens:
-    """Correlated rows of different magnitude, gates near those of trained models (mean decay exponent ``decay``)."""
-    rows = rng.normal(size=(count, shape.channels)) * np.exp(rng.normal(size=(count, 1)))
-    rows += 0.5 * rng.normal(size=shape.channels)
-    g = -decay * rng.gamma(0.5, 2.0, size=(count, shape.value_heads))
-    beta = 1 / (1 + np.exp(-2 * rng.normal(size=g.shape)))
+    """Correlated rows (a common part in all tokens); ``decay`` is the mean of −g, 0.1 being that of the golden vectors."""
+    rows = rng.normal(size=(count, shape.channels)) + 0.5 * rng.normal(size=shape.channels)
+    g = -decay * rng.gamma(1.0, 1.0, size=(count, shape.value_heads))
+    beta = 1 / (1 + np.exp(-rng.normal(size=g.shape)))
     return Tokens(to_bf16(rows), np.concatenate([g, beta], axis=1).astype(np.float32))
 
 
@@ -161,6 +159,13 @@ def assert_state(got: Array, shape: Shape, tokens: Tokens, start: Array, factor:
     return ratio
 
 
+def golden_tokens() -> tuple[Shape, Tokens, dict[str, Array]]:
+    """The gdn_* vectors as a token sequence, and all vectors."""
+    gold = load_vectors()
+    rows = np.concatenate([gold[f"gdn_{name}"].reshape(130, -1) for name in "qkv"], axis=1)
+    return Shape(), Tokens(to_bf16(rows), np.concatenate([gold["gdn_g"], gold["gdn_beta"]], axis=1)), gold
+
+
 @dataclass
 class Layer:
     """State of one layer for ``slots`` sequences, and its launches. ``wide``: y and o lie inside wider buffers."""
@@ -170,7 +175,6 @@ class Layer:
     records: int
     backend: Any
     wide: bool = False
-    arch: str = "sm_90a"
     overrides: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -185,6 +189,10 @@ class Layer:
 
     def state(self) -> dict[str, Array]:
         return {"recurrent": self.recurrent, "rec_k": self.rec_k, "rec_u": self.rec_u, "rec_alpha": self.rec_alpha}
+
+    def begin(self, slot: int, state: Array, length: int = 5) -> None:
+        """Put a committed state behind ``length`` tokens into a slot."""
+        self.recurrent[slot], self.length[slot], self.pending[slot] = state, length, 0
 
     def _columns(self, lanes: Sequence[Tokens], width: int) -> dict[str, Array | View]:
         """y, gates and o of lanes × width columns; columns that no lane uses are NaN."""
@@ -220,7 +228,7 @@ class Layer:
         """One decode step; ``accepted`` columns per lane count as committed afterwards. Returns o per lane."""
         operands = {**self._columns(lanes, width), **self._tables(slots, lanes), **self.state()}
         op = op_of("gdn", operands, vars_of(gdn.Gdn), phase="decode", **self.shape.attrs)
-        spec = recurrent_spec(op, types_of(operands), len(lanes), width, caps(self.arch))
+        spec = recurrent_spec(op, types_of(operands), len(lanes), width, caps(self.backend.arch))
         launch(self.backend, with_params(spec, self.overrides, self.shape), operands)
         for slot, tokens, count in zip(slots, lanes, accepted, strict=True):
             if len(tokens):
@@ -232,7 +240,7 @@ class Layer:
         """One prefill call of ``width`` columns of which len(tokens) are active. Returns o."""
         operands: dict[str, Array | View] = {**self._columns([tokens], width), **self._tables([slot], [tokens]), **self.state()}
         op = op_of("gdn", operands, vars_of(gdn.Gdn), phase="prefill", **self.shape.attrs)
-        target = caps(self.arch)
+        target = caps(self.backend.arch)
         if chunked:
             values, ops = gdn.lower_prefill(op, types_of(operands), "t")
             for name, value in zip(("matrices", "rows"), values, strict=True):
@@ -261,10 +269,6 @@ def vars_of(definition: type) -> dict[str, Sequence[str]]:
 
 def with_params(spec: KernelSpec, overrides: Mapping[str, int], shape: Shape) -> KernelSpec:
     """The same kernel with other tile parameters (``warps``, ``rows``), to test that bits do not depend on them."""
-    from dataclasses import replace
-
-    from compiler.kernels.gdn_prefill import carry_shared
-
     known = {name: value for name, value in overrides.items() if name in spec.params}
     if not known:
         return spec
@@ -281,6 +285,3 @@ def with_params(spec: KernelSpec, overrides: Mapping[str, int], shape: Shape) ->
     entry = spec.entry + "_" + "_".join(f"{name}{value}" for name, value in known.items())
     return replace(spec, params=params, grid=grid, block=32 * warps, smem=smem, entry=entry)
 
-
-__all__ = ["Layer", "Shape", "Tokens", "View", "assert_state", "bf16_round", "conv_spec", "launch", "load_vectors", "op_of",
-           "random_tokens", "reference", "types_of", "vars_of"]  # fmt: skip
