@@ -6,19 +6,22 @@ from typing import Protocol
 
 from compiler.ir.op import Array
 from compiler.program.model import Program
+from runtime.control import Ingress
 from runtime.vm import Machine
 
 
 class Backend(Protocol):
     """Executes phases of one program in launch order.
 
-    ``ring`` (u32) and ``egress`` (i32) are the host rings. ``launch`` may return before the work is done; ``wait``
+    ``ring`` (u32) and ``egress`` (i32) are the host rings, ``ingress`` the one writer of the ring and the count
+    of launches, so that sessions may follow one another on a backend. ``launch`` may return before the work is done; ``wait``
     blocks until every launch so far has completed and raises DeviceError when one failed.
     """
 
     program: Program
     ring: Array
     egress: Array
+    ingress: Ingress
 
     def launch(self, phase: str) -> None: ...
 
@@ -41,6 +44,7 @@ class VMBackend:
         self.program = machine.program
         self.ring = machine.ring
         self.egress = machine.egress
+        self.ingress = Ingress(self.ring, self.program.limits)
 
     def launch(self, phase: str) -> None:
         self.machine.run(phase)

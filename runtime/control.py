@@ -44,6 +44,7 @@ class Ingress:
         self._shapes = {name: value.type.shape for name, value in control_tables(limits).items()}
         self._cursor = 0
         self._sequence = 0
+        self.step = 0  # number of the next launch; the device counts along
         self._outstanding: list[tuple[int, int]] = []  # (step, words)
 
     def consumed(self, step: int) -> None:

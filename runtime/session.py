@@ -14,7 +14,7 @@ from compiler.control import MAX_STOPS, PAGE, ControlLimits, DeviceFault, Finish
 from compiler.ir.op import Array
 from compiler.program.model import Phase
 from runtime.backend import Backend
-from runtime.control import Ingress, StepResult, read_egress, sampling_words
+from runtime.control import StepResult, read_egress, sampling_words
 
 
 class RequestError(ValueError):
@@ -121,10 +121,9 @@ class Session:
         self.prefill = prefill
         self.depth = depth
         self.columns = columns
-        self.step = 0  # number of the next launch
         self.last_phase = ""
-        self._read = 0  # next step whose result is to be read
-        self._ingress = Ingress(backend.ring, self.limits)
+        self._ingress = backend.ingress
+        self._read = self.step  # next step whose result is to be read
         self._lanes: dict[int, Lane] = {}
         slots, pages = list(range(self.limits.slots)), list(range(self.limits.pages))
         if permute is not None:
@@ -135,6 +134,11 @@ class Session:
         self._pending: list[Emission] = []
         decode = [p for p in self.program.phases.values() if p.phase == "decode"]
         self._decode: dict[tuple[int, int], Phase] = {(p.lanes, p.width): p for p in decode}
+
+    @property
+    def step(self) -> int:
+        """Number of the next launch."""
+        return self._ingress.step
 
     # -- requests
 
@@ -275,7 +279,7 @@ class Session:
     def _launch(self, phase: str) -> None:
         self.backend.launch(phase)
         self.last_phase = phase
-        self.step += 1
+        self._ingress.step += 1
 
     def _collect(self, until: int) -> None:
         """Read results of the steps below ``until``."""

@@ -10,6 +10,7 @@ import numpy as np
 from compiler.emit.render import render
 from compiler.ir.types import Kind
 from compiler.program.model import DEVICE_REGIONS, EGRESS, RING, WORK, Arg, Call, Placement, Program
+from runtime.control import Ingress
 from runtime.vm.weights import WeightStore
 from tests.emulator.emulator import compile_kernel, launch
 
@@ -27,6 +28,7 @@ class EmulatorBackend:
         }
         self.ring = self.regions[RING].view(np.uint32)
         self.egress = self.regions[EGRESS].view(np.int32)
+        self.ingress = Ingress(self.ring, program.limits)
         self._kernels: dict[str, Any] = {}
         self._ends: dict[str, dict[int, int]] = {}
         for name, value in program.values.items():

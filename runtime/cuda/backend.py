@@ -10,6 +10,7 @@ import numpy as np
 from compiler.ir.op import Array
 from compiler.ir.types import DTYPE_BYTES, Kind
 from compiler.program.model import CONTROL, DEVICE_REGIONS, EGRESS, RING, WEIGHTS, Arg, Placement, Program
+from runtime.control import Ingress
 from runtime.cuda.device import Device, PinnedBuffer
 from runtime.cuda.driver import DeviceError
 from runtime.cuda.graph import EagerPhase, GraphPhase
@@ -44,6 +45,7 @@ class CudaBackend:
             self._host = {name: self._pinned(program.regions[0][name]) for name in (RING, EGRESS)}
             self.ring = self._host[RING].array.view(np.uint32)
             self.egress = self._host[EGRESS].array.view(np.int32)
+            self.ingress = Ingress(self.ring, program.limits)
             self._modules = Modules(program.kernels, self.devices)
             self._upload(weights, progress)
             for name, words in program.constants.items():
@@ -82,6 +84,12 @@ class CudaBackend:
         self._buffers.append(buffer)
         return buffer
 
+    def address(self, place: Placement) -> int:
+        """Device address of a placement (host address for the rings)."""
+        if place.region in self._host:
+            return self._host[place.region].address + place.offset
+        return int(self._regions[place.rank][place.region]) + place.offset
+
     def _address(self, arg: Arg) -> int:
         if arg.region in self._host:
             return self._host[arg.region].address + arg.offset
@@ -94,11 +102,8 @@ class CudaBackend:
             place = self.program.placements[value.name]
             device = self.devices[value.rank]
             base = self._regions[value.rank][WEIGHTS] + place.offset
-            data = weights.encoded(value)
-            for start in range(0, data.size, 64 << 20):  # pieces keep Ctrl-C and the progress bar alive
-                piece = data[start : start + (64 << 20)]
-                device.upload(base + start, piece)
-                done += piece.size
+            for count in weights.upload(value, device, base):
+                done += count
                 if progress:
                     progress(done, total)
 

@@ -94,6 +94,12 @@ class Device:
         call(driver.cuMemsetD8Async(address, 0, max(nbytes, 256), self.stream), f"device {self.index}: clear {what}")
         return address
 
+    def release(self, address: int) -> None:
+        """Free memory of ``allocate`` once the stream's work is done."""
+        self.synchronize()
+        self._allocations.remove(address)
+        call(api().cuMemFree(address), f"device {self.index}: free")
+
     def upload(self, address: int, data: Array) -> None:
         """Copy host bytes to the device, ordered on the stream; returns when the host array may change."""
         flat = np.ascontiguousarray(data).view(np.uint8).reshape(-1)

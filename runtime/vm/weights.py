@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +11,14 @@ import numpy as np
 from artifacts.layouts import decode_rows, get_layout
 from compiler.ir.op import Array
 from compiler.ir.types import IRError, Value
+
+PIECE = 64 << 20
+
+
+class Device(Protocol):
+    """The part of a device that an upload needs."""
+
+    def upload(self, address: int, data: Array) -> None: ...
 
 
 class Source(Protocol):
@@ -44,6 +53,15 @@ class WeightStore:
         cols = None if whole_cols else list(source.cols)
         _, cut = layout.slice(source.format, shape, raw, rows, cols)
         return np.asarray(cut)
+
+    def upload(self, value: Value, device: Device, address: int) -> Iterator[int]:
+        """Copy the encoded bytes to device memory, in pieces that keep Ctrl-C and a progress bar alive; yields the bytes
+        of each piece."""
+        data = self.encoded(value)
+        for start in range(0, data.size, PIECE):
+            piece = data[start : start + PIECE]
+            device.upload(address + start, piece)
+            yield int(piece.size)
 
     def decode(self, value: Value, rows: tuple[int, int] | None, dtype: Any) -> Array:
         """Rows of the weight as ``dtype`` (float32 or float64), not to be written."""

@@ -1,0 +1,131 @@
+"""Kernels that only measurements need: synthetic weights in place, and a read kernel for the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+import artifacts
+from artifacts.container.schema import TensorObject
+from artifacts.tools.synth import tensor_bytes
+from artifacts.tools.synth_bits import plane_bits, plane_key, row_masks
+from compiler.emit.cache import Job, compile_all
+from compiler.emit.render import render
+from compiler.ir.op import Array
+from compiler.ir.types import Value
+from compiler.kernels.spec import KernelSpec
+from compiler.program.model import Arg, KernelImage
+from runtime.cuda.device import Device
+from runtime.cuda.driver import api, call
+from runtime.cuda.modules import Modules, PackedArgs
+from runtime.vm.weights import WeightStore
+
+MINIMUM_READ_RATE = 4.3e12  # bytes/s of an H200 below which a run is void (design.md)
+
+
+class ToolKernels:
+    """The measurement kernels, loaded on one device."""
+
+    ENTRIES = {"synth_fill": "synth_fill.cu.j2", "read_all": "read_all.cu.j2"}
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        arch = device.caps().arch
+        sources = {entry: render(template, entry, {}) for entry, template in self.ENTRIES.items()}
+        cubins = compile_all([Job(entry, source, arch) for entry, source in sources.items()])
+        images = {}
+        for entry, source in sources.items():
+            spec = KernelSpec(entry, self.ENTRIES[entry], {}, (1, 1, 1), 256, 0, ())
+            images[entry] = KernelImage(spec, source, cubins[entry].image, cubins[entry].resources)
+        self._modules = Modules(images, [device])
+        self._sms = device.info().sms
+
+    def _launch(self, entry: str, blocks: int, threads: int, words: list[int]) -> None:
+        driver = api()
+        args = PackedArgs(tuple(Arg(str(i), "pointer", "absolute", word) for i, word in enumerate(words)), lambda a: a.offset)
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.hStream = self.device.stream
+        config.numAttrs = 0
+        kernel = driver.CUfunction(int(self._modules.kernels[entry]))
+        call(driver.cuLaunchKernelEx(config, kernel, args.address, 0), f"kernel {entry}")
+
+    def fill(self, address: int, nbytes: int, key: int, mask: int, add: int) -> None:
+        """Words of the synthetic generator to device memory (asynchronous)."""
+        self._launch("synth_fill", 8 * self._sms, 256, [address, nbytes, key, mask, add])
+
+    def read_rate(self, address: int, nbytes: int, repeats: int = 5) -> float:
+        """Bytes/s of reading ``nbytes`` (several times the L2) once, median of ``repeats``."""
+        sink = self.device.allocate(256, "measurement")
+        times = []
+        for _ in range(repeats + 1):
+            start, stop = Event(self.device), Event(self.device)
+            start.record()
+            self._launch("read_all", 2 * self._sms, 512, [address, nbytes, sink])
+            stop.record()
+            times.append(start.seconds_to(stop))
+        return nbytes / float(np.median(times[1:]))
+
+
+class Event:
+    """A timing event on a device's stream."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        device.activate()
+        self._event = call(api().cuEventCreate(0), "event")
+
+    def record(self) -> None:
+        self._device.activate()
+        call(api().cuEventRecord(self._event, self._device.stream), "event")
+
+    def seconds_to(self, later: Event) -> float:
+        """Seconds between two recorded events; waits for the later one."""
+        call(api().cuEventSynchronize(later._event), "event")
+        return float(call(api().cuEventElapsedTime(self._event, later._event), "event")) / 1e3
+
+
+class SynthWeights(WeightStore):
+    """Fills the weights of a (header-only) artifact on the device with the bytes that ``ninferc synth`` would write.
+
+    Whole matrices without padding columns are filled by the device; slices and small vectors are made on the CPU.
+    """
+
+    def __init__(self, artifact: artifacts.Artifact, seed: int) -> None:
+        super().__init__(_CpuObjects(artifact, seed))
+        self._objects: list[Any] = list(artifact.objects.values())
+        self._seed = seed
+        self._tools: dict[int, ToolKernels] = {}
+
+    def upload(self, value: Value, device: Any, address: int) -> Iterator[int]:
+        source = value.source
+        assert source is not None
+        tensor = self._objects[source.object_index]
+        whole = source.rows == ((0, source.object_shape[0]),) and source.cols == ((0, source.object_shape[-1]),)
+        if not whole or row_masks(tensor) is not None or value.nbytes < 1 << 16:
+            yield from super().upload(value, device, address)
+            return
+        if device.index not in self._tools:
+            self._tools[device.index] = ToolKernels(device)
+        tools = self._tools[device.index]
+        for plane in plane_bits(tensor):
+            key = plane_key(self._seed, source.object_index, plane.index)
+            tools.fill(address + plane.offset, plane.bytes, key, plane.mask, plane.add)
+        yield value.nbytes
+
+
+class _CpuObjects:
+    def __init__(self, artifact: artifacts.Artifact, seed: int) -> None:
+        self._objects = list(artifact.objects.values())
+        self._seed = seed
+
+    def object_bytes(self, index: int) -> Array:
+        tensor = self._objects[index]
+        assert isinstance(tensor, TensorObject)
+        made: Array = tensor_bytes(tensor, index, self._seed)
+        return made
+
+
