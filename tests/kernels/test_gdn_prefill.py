@@ -104,7 +104,8 @@ def test_no_columns_touch_nothing(kernel_backend: Any) -> None:
         assert array.tobytes() == before[name].tobytes()
 
 
-EXTREMES = ["equal keys", "opposite keys", "no decay", "full decay", "large then tiny", "tiny", "huge", "zero rows", "zero state"]
+EXTREMES = ["equal keys", "opposite keys", "no decay", "full decay", "large then tiny", "tiny", "huge", "zero rows",
+            "zero state"]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", EXTREMES)

@@ -30,7 +30,8 @@ class ConvLayer:
         self.record = poisoned((slots, records, self.channels))
         self.pending, self.length = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
 
-    def call(self, phase: str, slots: Sequence[int], lanes: Sequence[Array], width: int, accepted: Sequence[int]) -> list[Array]:
+    def call(self, phase: str, slots: Sequence[int], lanes: Sequence[Array], width: int,
+             accepted: Sequence[int]) -> list[Array]:  # fmt: skip
         """Raw bf16 columns per lane → y per lane as bf16 bits."""
         columns = len(lanes) * width
         raw = poisoned((columns, self.channels + 24))
@@ -107,7 +108,8 @@ def test_conv_bits_do_not_depend_on_columns_or_phase(kernel_backend: Any) -> Non
     rng = np.random.default_rng(1)
     weights, x = rng.normal(size=(4, 320)), to_bf16(rng.normal(size=(21, 320)))
     results = []
-    for phase, width in (("decode", 1), ("decode", 2), ("decode", 4), ("decode", 8), ("prefill", 2), ("prefill", 16), ("prefill", 37)):
+    runs = [("decode", width) for width in (1, 2, 4, 8)] + [("prefill", width) for width in (2, 16, 37)]
+    for phase, width in runs:
         layer = ConvLayer(weights, slots=1, records=8, backend=kernel_backend)
         y = run(layer, 0, x, width, phase)
         layer.call("decode", [0], [x[:1]], 1, [0])
@@ -132,9 +134,10 @@ def test_conv_rollback(kernel_backend: Any) -> None:
 
 
 def gates_case(rng: np.random.Generator, columns: int, hidden: int, heads: int) -> dict[str, Array]:
-    return {"x": to_bf16(rng.normal(size=(columns, hidden))), "wa": to_bf16(rng.normal(size=(heads, hidden)) * hidden**-0.5 * 2),
-            "wb": to_bf16(rng.normal(size=(heads, hidden)) * hidden**-0.5 * 2),
-            "a_log": rng.uniform(-3, 3, heads).astype(np.float32), "dt_bias": rng.normal(size=heads).astype(np.float32) * 3}  # fmt: skip
+    wa, wb = (to_bf16(2 * hidden**-0.5 * rng.normal(size=(heads, hidden))) for _ in range(2))
+    return {"x": to_bf16(rng.normal(size=(columns, hidden))), "wa": wa, "wb": wb,
+            "a_log": rng.uniform(-3, 3, heads).astype(np.float32),
+            "dt_bias": 3 * rng.normal(size=heads).astype(np.float32)}  # fmt: skip
 
 
 def run_gates(backend: Any, case: dict[str, Array], fused: bool) -> Array:
