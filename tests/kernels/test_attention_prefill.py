@@ -36,8 +36,10 @@ def test_against_fp64(kernel_backend: Any, variant: str, dim: int, before: int, 
     assert (out[rows:] == 0xFFFF).all(), "an inactive row was written"
 
 
-@pytest.mark.parametrize(("variant", "dim"), [("mma", 32), ("wgmma", 64)])
-@pytest.mark.parametrize(("rows", "sms"), [(20, 7), (130, 9), (20, 40)])
+SPLITS = [("mma", 32, 20, 7), ("mma", 32, 130, 9), ("mma", 32, 20, 40), ("wgmma", 64, 20, 7), ("wgmma", 64, 130, 9)]
+
+
+@pytest.mark.parametrize(("variant", "dim", "rows", "sms"), SPLITS)
 def test_split_keys(kernel_backend: Any, variant: str, dim: int, rows: int, sms: int) -> None:
     """Few rows after a long history: tiles are cut along the keys; the result is the same function."""
     case = make_case([1600], [rows], 256, dim=dim, heads=2, kv_heads=1, row_pages=30)
