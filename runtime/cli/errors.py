@@ -15,11 +15,11 @@ from runtime.cli.io import silence
 OK, INPUT, USAGE, DEVICE, INTERRUPTED = 0, 1, 2, 3, 130
 
 
-class InputError(ValueError):
+class InputError(Exception):
     """A file or value that the user gave cannot be used; the message is one line."""
 
 
-class UsageError(ValueError):
+class UsageError(Exception):
     """Options that do not fit together or lie outside what is allowed; the message is one line."""
 
 

@@ -111,6 +111,7 @@ class Source:
             self.options = compile_options(self.spec, context, choices.max_concurrency, choices.prefill_chunk,
                                            choices.kv_capacity)  # fmt: skip
             self.limits = limits_of(self.spec, self.options)
+            self.caps = compile_target(choices.arch, choices.card, self.place)
 
     def _fixed(self) -> None:
         """What a program fixed when it was compiled can be repeated but not changed."""
@@ -139,10 +140,10 @@ class Source:
     def compiled(self) -> Program:
         """The program; an artifact's is taken from the user cache or compiled into it."""
         if self.place.reason:
-            self.say.line(f"ninferc: {self.place.reason}: the program runs on the CPU, on the Python VM")
+            self.say.line(f"{self.place.reason}: the program runs on the CPU, on the Python VM")
         if self.program is None:
-            caps = compile_target(self.choices.arch, self.choices.card, self.place)
-            self.program, _ = cached_program(self.artifact, caps, self.options, compile_progress(self.say, caps.arch))
+            self.program, _ = cached_program(self.artifact, self.caps, self.options,
+                                             compile_progress(self.say, self.caps.arch))  # fmt: skip
         return self.program
 
     def load(self) -> Backend:

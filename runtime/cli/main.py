@@ -34,6 +34,7 @@ COMMANDS: dict[str, Lazy] = {
     "plan": Lazy("runtime.cli.plan", "plan", "Show memory and predicted time before anything is loaded."),
     "explain": Lazy("runtime.cli.explain", "explain", "Show what a program does, call by call, and why."),
     "logits": Lazy("runtime.cli.logits", "logits", "Write teacher-forced logits of token ids."),
+    "bench": Lazy("runtime.cli.bench", "bench_command", "Measure prefill and decode speed on the GPU."),
     "doctor": Lazy("runtime.cli.doctor", "doctor", "Check driver, GPUs, compiler and cache, each with its fix."),
     "convert": Lazy("runtime.cli.convert", "convert_command", "Convert a checkpoint directory to an artifact."),
     "inspect": Lazy("runtime.cli.artifact", "inspect", "Say what an artifact is."),

@@ -56,7 +56,7 @@ def plan(
                                       opt.read_pairs(pairs) if pairs else ())  # fmt: skip
             caps = compile_target(arch, card, place)
             if place.cpu and arch is None and card is None:
-                say.line(f"ninferc: {place.reason}: planning for {caps.arch}; --arch or --as names another target")
+                say.line(f"{place.reason}: planning for {caps.arch}; --arch or --as names another target")
             program = compile_program(artifact, caps, options, images=False)
     devices = [] if place.index is None else [_device(place.index)]
     report = plan_report(program, devices)

@@ -43,7 +43,12 @@ def choose_place(text: str | None) -> Place:
     match = _DEVICE.fullmatch(text)
     if not match:
         raise UsageError(f"--device {text[:40]!r}: cpu, cuda or cuda:N is allowed")
-    return Place(None) if text == "cpu" else Place(int(match[1] or 0))
+    if text == "cpu":
+        return Place(None)
+    index, count = int(match[1] or 0), count_devices()
+    if index >= count:
+        raise DeviceError(f"--device {text}: {count} GPU(s) are visible, cuda:0 is the first")
+    return Place(index)
 
 
 def count_devices() -> int:
