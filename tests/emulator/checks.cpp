@@ -3,7 +3,7 @@
 //
 // Order between accesses is tracked per warp: __syncwarp orders the lanes of a warp, block barriers and mbarriers order warps.
 // Shuffles, votes and matrix products do not order memory.  Between blocks nothing is ordered until a block has executed an
-// atomic or scoped access.  Approximations only ever hide races (a lane's barrier counts for its whole warp).
+// atomic or scoped access.  Unordered stores of equal values are no race.  Approximations only ever hide races (a lane's barrier counts for its whole warp).
 #include "runtime.h"
 
 #include <link.h>
@@ -31,6 +31,10 @@ static u32 shared_cell_count;
 static Cell* global_cells[256];
 static u64 image_begin[2], image_end[2];
 
+// An unordered store over another one, until it is known whether it changed the value.
+struct Overwrite { Fiber* fiber; const u8* pointer; u32 bytes; u8 before[16]; Record other; bool shared; int argument; u64 first; };
+static Overwrite overwrite;
+
 static bool ordered(Record r, const Fiber* f, bool shared) {
   if (r == 0) return true;
   if (serial_of(r) != f->block->serial) return shared || f->block->acquired;
@@ -49,8 +53,29 @@ static bool ordered(Record r, const Fiber* f, bool shared) {
   fail("race: %s of byte %llu of %s and %s by %s are not ordered by a barrier", mine, byte, where, theirs, who);
 }
 
-static void touch(Cell* cells, u64 first, u64 bytes, bool store, bool shared, int argument) {
-  const Fiber* f = current();
+static u64 name_place(u64 i, bool shared, int argument, char* where, u64 room) {
+  if (!shared) __builtin_snprintf(where, room, "argument %d", argument);
+  else if (i < engine.static_bytes) __builtin_snprintf(where, room, "static shared memory");
+  else __builtin_snprintf(where, room, "dynamic shared memory");
+  return shared && i >= engine.static_bytes ? i - engine.static_bytes : i;
+}
+
+// Called before anything else runs after an instrumented store.
+void settle_overwrite() {
+  Fiber* f = overwrite.fiber;
+  if (!f) return;
+  overwrite.fiber = nullptr;
+  for (u32 i = 0; i < overwrite.bytes; ++i) {
+    if (overwrite.pointer[i] == overwrite.before[i]) continue;
+    char where[64];
+    const u64 byte = name_place(overwrite.first + i, overwrite.shared, overwrite.argument, where, sizeof(where));
+    ninferc_emulator_thread = &f->info;
+    report(overwrite.other, "store", "store", where, byte);
+  }
+}
+
+static void touch(Cell* cells, u64 first, u64 bytes, bool store, bool shared, int argument, const void* pointer) {
+  Fiber* f = current();
   const Record me = record_of(f);
   char where[64];
   for (u64 i = first; i < first + bytes; ++i) {
@@ -58,12 +83,17 @@ static void touch(Cell* cells, u64 first, u64 bytes, bool store, bool shared, in
     if (shared && serial_of(c.store) != f->block->serial) c.store = 0;
     const bool store_ordered = ordered(c.store, f, shared);
     const bool loads_ordered = !store || (ordered(c.load[0], f, shared) && ordered(c.load[1], f, shared));
-    if (!store_ordered || !loads_ordered) {
-      if (!shared) __builtin_snprintf(where, sizeof(where), "argument %d", argument);
-      else if (i < engine.static_bytes) __builtin_snprintf(where, sizeof(where), "static shared memory");
-      else __builtin_snprintf(where, sizeof(where), "dynamic shared memory");
-      const u64 byte = shared && i >= engine.static_bytes ? i - engine.static_bytes : i;
-      if (!store_ordered) report(c.store, store ? "store" : "load", "store", where, byte);
+    if (!store_ordered && store && pointer && bytes <= 16) {
+      if (!overwrite.fiber) {
+        overwrite = {f, static_cast<const u8*>(pointer), u32(bytes), {}, c.store, shared, argument, first};
+        memcpy(overwrite.before, pointer, bytes);
+      }
+    } else if (!store_ordered) {
+      const u64 byte = name_place(i, shared, argument, where, sizeof(where));
+      report(c.store, store ? "store" : "load", "store", where, byte);
+    }
+    if (!loads_ordered) {
+      const u64 byte = name_place(i, shared, argument, where, sizeof(where));
       report(ordered(c.load[0], f, shared) ? c.load[1] : c.load[0], "store", "load", where, byte);
     }
     if (store) {
@@ -96,6 +126,7 @@ static int find_image(struct dl_phdr_info* info, size_t, void* probe) {
 }
 
 void start_checks() {
+  overwrite.fiber = nullptr;
   if (!engine.checked) return;
   dl_iterate_phdr(find_image, &engine);
   dl_iterate_phdr(find_image, reinterpret_cast<void*>(engine.entry));
@@ -121,14 +152,19 @@ void end_checks() {
   }
 }
 
-void check_shared(const void* pointer, u64 bytes, bool store) {
-  if (!engine.checked) return;
+// `instrumented`: the store follows in the kernel's own code.
+static void check_shared_access(const void* pointer, u64 bytes, bool store, bool instrumented) {
   const u8* p = static_cast<const u8*>(pointer);
   const Block* b = current()->block;
   Cell* cells = shared_cells + u64(shared_cell_count) * b->slot;
   if (p >= engine.static_shared && p < engine.static_shared + engine.static_bytes)
-    touch(cells, u64(p - engine.static_shared), bytes, store, true, 0);
-  else touch(cells, u64(p - b->dynamic_shared) + engine.static_bytes, bytes, store, true, 0);
+    touch(cells, u64(p - engine.static_shared), bytes, store, true, 0, instrumented ? pointer : nullptr);
+  else touch(cells, u64(p - b->dynamic_shared) + engine.static_bytes, bytes, store, true, 0, instrumented ? pointer : nullptr);
+}
+void check_shared(const void* pointer, u64 bytes, bool store) {
+  if (!engine.checked) return;
+  settle_overwrite();
+  check_shared_access(pointer, bytes, store, false);
 }
 
 // A bulk copy is ordered by its mbarrier, whose wait the readers have to make: it must not hit what others still use, and
@@ -178,6 +214,7 @@ static void access(const void* pointer, u64 bytes, bool store) {
   const u64 p = reinterpret_cast<u64>(pointer);
   Fiber* f = current();
   if (!f || !engine.checked) return;
+  settle_overwrite();
   const u64 stack = reinterpret_cast<u64>(f->stack);
   if (p >= stack && p < stack + stack_bytes) return;
   const u64 fiber = reinterpret_cast<u64>(f);
@@ -185,11 +222,11 @@ static void access(const void* pointer, u64 bytes, bool store) {
   const u64 shared = reinterpret_cast<u64>(engine.static_shared), dynamic = reinterpret_cast<u64>(f->block->dynamic_shared);
   const bool atomic = pointer == f->atomic;
   if (p >= shared && p < shared + engine.static_bytes) {
-    if (!atomic) check_shared(pointer, bytes, store);
+    if (!atomic) check_shared_access(pointer, bytes, store, true);
     return;
   }
   if (p >= dynamic && p + bytes <= dynamic + engine.dynamic_bytes) {
-    if (!atomic) check_shared(pointer, bytes, store);
+    if (!atomic) check_shared_access(pointer, bytes, store, true);
     return;
   }
   for (int i = 0; i < engine.region_count; ++i) {
@@ -198,7 +235,7 @@ static void access(const void* pointer, u64 bytes, bool store) {
     if (store && !(r.flags & region_writable)) fail("store: argument %d is read-only", r.argument);
     if (engine.require_grid_wait && !(r.flags & region_constant) && !f->waited)
       fail("%s: argument %d is touched before grid_dependency_wait", store ? "store" : "load", r.argument);
-    if (global_cells[i] && !atomic) touch(global_cells[i], p - r.begin, bytes, store, false, r.argument);
+    if (global_cells[i] && !atomic) touch(global_cells[i], p - r.begin, bytes, store, false, r.argument, pointer);
     return;
   }
   for (int i = 0; i < 2; ++i)

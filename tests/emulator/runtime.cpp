@@ -211,6 +211,7 @@ static void resume_pollers() {
 // Hands over to another fiber (or to the host when none is left).  The caller has recorded why it waits.
 void hand_over() {
   Fiber* self = reinterpret_cast<Fiber*>(ninferc_emulator_thread);
+  settle_overwrite();
   Warp* warp = engine.current_warp;
   if (!warp->ready) {
     warp = pick_warp(engine.current_block);
@@ -384,6 +385,7 @@ static void fiber_main() {
   Fiber* self = reinterpret_cast<Fiber*>(ninferc_emulator_thread);
   engine.entry(engine.arguments);
   self = reinterpret_cast<Fiber*>(ninferc_emulator_thread);
+  settle_overwrite();
   if (self->copy_count) fail("the thread ended with %u asynchronous copies not waited for", self->copy_count);
   self->exited = true;
   self->warp->exited |= 1u << self->info.lane;

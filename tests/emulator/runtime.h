@@ -114,6 +114,7 @@ constexpr u32 shared_window = 1024;
 inline u32 shared_dynamic_base() { return shared_window + (engine.static_bytes + 1023) / 1024 * 1024; }
 void start_checks();
 void end_checks();
+void settle_overwrite();
 void check_shared(const void* pointer, u64 bytes, bool store);
 void check_bulk_copy(const void* pointer, u64 bytes);
 void order_lanes(Warp* warp);

@@ -47,7 +47,9 @@ def test_block_barriers(first: str, second: str, expected: str, seed: int) -> No
     ("tile[t] = t; v = shfl(t, 0); v = tile[t ^ 1];", False),  # a shuffle orders no memory
     ("v = tile[t ^ 1]; tile[t] = t;", False),
     ("tile[t] = t; v = tile[t];", True),
-    ("tile[0] = 1; sync_warp(); v = tile[0];", False),  # equal values do not excuse it
+    ("tile[0] = t; sync_warp(); v = tile[0];", False),
+    ("tile[0] = 1; sync_warp(); v = tile[0];", True),  # equal values
+    ("tile[0] = 1 + t / 31; sync_warp(); v = tile[0];", False),
     ("if (t == 0) tile[0] = 1; sync_warp(); v = tile[0];", True),
     ("atomicAdd(&tile[64], 1u);", True),
     ("reinterpret_cast<u8*>(tile)[t] = 1;", True),  # neighbouring bytes
@@ -134,10 +136,11 @@ def test_bulk_copy_over_a_buffer_in_use() -> None:
 
 @pytest.mark.parametrize(("store", "sound"), [
     ("out[blockIdx.x * 32 + threadIdx.x] = 1", True),
-    ("out[blockIdx.x * 16 + threadIdx.x] = 1", False),
+    ("out[blockIdx.x * 16 + threadIdx.x] = blockIdx.x", False),
     ("if (blockIdx.x == 0) out[threadIdx.x] = 1; else out[32 + threadIdx.x] = out[threadIdx.x]", False),
     ("atomic_add(out, 1u)", True),
-    ("out[threadIdx.x / 2] = 1", False),
+    ("out[threadIdx.x / 2] = 1", True),
+    ("out[threadIdx.x / 2] = threadIdx.x", False),
     ("out[threadIdx.x / 2] += blockIdx.x + 1", False),
 ])
 def test_global_memory(store: str, sound: bool) -> None:
