@@ -74,7 +74,8 @@ class Bench:
                 tools.fill(address, value.nbytes, 99 + len(name), 0x807FFFFF807FFFFF, 0x3D0000003D000000)
         self.backend.wait()
 
-    def _set_lane(self, lane: int, length: int, prompt: int, tokens: list[int]) -> None:
+    def set_lane(self, lane: int, length: int, prompt: int, tokens: list[int]) -> None:
+        """Records that put a lane at ``length`` cached tokens with ``tokens`` queued; forced until ``prompt``."""
         write, at = self._ingress.write, self.step
         for table, value in {"lane_slot": lane, "lane_page_row": lane, "lane_len": length, "lane_prompt_len": prompt,
                              "lane_limit": FOREVER, "lane_generated": 0, "lane_frozen": 0, "lane_rope_delta": 0,
@@ -109,8 +110,9 @@ class Bench:
         seconds, host = [], []
         for _ in range(repeats):
             for lane in range(lanes):
-                forced = [self._random.randrange(self.limits.vocab_ids) for _ in range((steps + warm) * width if width > 1 else 1)]
-                self._set_lane(lane, context, FOREVER if width > 1 else context, forced)
+                count = (steps + warm) * width if width > 1 else 1
+                forced = [self._random.randrange(self.limits.vocab_ids) for _ in range(count)]
+                self.set_lane(lane, context, FOREVER if width > 1 else context, forced)
             for _ in range(warm):
                 self._launch(phase)
             self._settle()
@@ -136,7 +138,7 @@ class Bench:
         out = []
         for _ in range(repeats + 1):
             prompt = [self._random.randrange(self.limits.vocab_ids) for _ in range(tokens)]
-            self._set_lane(0, 0, tokens, [])
+            self.set_lane(0, 0, tokens, [])
             start, stop = Event(self.backend.devices[0]), Event(self.backend.devices[0])
             start.record()
             for begin in range(0, tokens, phase.width):
@@ -163,7 +165,8 @@ class Bench:
         for axis in range(3):
             write(at, "pf_positions", list(range(begin, begin + len(chunk))), (axis, 0))
         write(at, "pf_control", [0, int(final)], (0,))
-        for table, value in (("pf_lane_slot", 0), ("pf_lane_page_row", 0), ("pf_lane_ncols", len(chunk)), ("pf_lane_len", begin)):
+        scalars = {"pf_lane_slot": 0, "pf_lane_page_row": 0, "pf_lane_ncols": len(chunk), "pf_lane_len": begin}
+        for table, value in scalars.items():
             write(at, table, [value], (0,))
         if sum(words for _, words in self._ingress._outstanding) > 40000:
             self._drain()
@@ -182,7 +185,7 @@ class Bench:
             raise DeviceError(f"bench: no decode graph takes a prompt of {tokens} tokens at once")
         phase, out = f"decode1x{min(widths)}", []
         for _ in range(repeats + 2):
-            self._set_lane(0, 0, tokens, [self._random.randrange(self.limits.vocab_ids) for _ in range(tokens)])
+            self.set_lane(0, 0, tokens, [self._random.randrange(self.limits.vocab_ids) for _ in range(tokens)])
             start, stop = Event(self.backend.devices[0]), Event(self.backend.devices[0])
             start.record()
             self._launch(phase)

@@ -42,38 +42,16 @@ def bench_command(
     skip_prefill: Annotated[bool, typer.Option("--skip-prefill")] = False,
 ) -> None:
     """Measure a program on the GPU; every record says what it was measured on and with."""
-    import artifacts
-    from compiler.driver import CompileOptions
-    from compiler.emit.arch import card_as
-    from runtime.bench.device_fill import SynthWeights
     from runtime.bench.environment import describe, gpu_state
     from runtime.bench.measure import Bench
-    from runtime.cli.errors import UsageError
-    from runtime.cuda.backend import CudaBackend
-    from runtime.cuda.device import Device
-    from runtime.open import ArtifactWeights, cached_program, is_program, open_program
-    from runtime.vm.weights import WeightStore
+    from runtime.bench.open import open_for_bench
 
-    if weights not in ("file", "synth"):
-        raise UsageError(f"--weights {weights!r}: allowed are file, synth")
     contexts, lanes, widths = _numbers(prompts, "-p"), _numbers(batches, "-b"), _numbers(columns, "-t")
     began = time.perf_counter()
-    if is_program(program):
-        opened = open_program(program, None)
-        artifact, built = opened.artifact, opened.program
-    else:
-        artifact = artifacts.open(program)
-        caps = Device(int(device)).caps()
-        if card:
-            caps = card_as(card, caps)
-        pairs = {(1, 1), (1, 32), *((b, t) for b in lanes for t in widths)}
-        need = max(contexts) + (steps + 4) * max(widths) + 64
-        options = CompileOptions(max_context=max_context or -(-need // 64) * 64, max_concurrency=max(lanes),
-                                 pairs=tuple(sorted(pairs)), score=False)  # fmt: skip
-        built, _ = cached_program(artifact, caps, options)
-    compiled = time.perf_counter()
-    source = SynthWeights(artifact, seed) if weights == "synth" else WeightStore(ArtifactWeights(artifact))
-    backend = CudaBackend(built, source, [int(device)], no_cuda_graph)
+    pairs = [(1, 32), *((b, t) for b in lanes for t in widths)]
+    need = max_context or max(contexts) + (steps + 4) * max(widths) + 64
+    backend = open_for_bench(program, int(device), pairs, need, weights, score=False, card=card, eager=no_cuda_graph, seed=seed)
+    built = backend.program
     loaded = time.perf_counter()
     try:
         bench = Bench(backend, seed)
@@ -86,7 +64,7 @@ def bench_command(
             "cache": "filled with random values",
             "caps": {"arch": built.caps.arch, "as": card or "", "sms": built.caps.sms},
             "seed": seed, "repeats": repeats, "steps": steps,
-            "regions_bytes": built.regions, "compile_seconds": compiled - began, "load_seconds": loaded - compiled,
+            "regions_bytes": built.regions, "open_seconds": loaded - began,
         }  # fmt: skip
         rate = bench.read_rate()
         rows: list[dict[str, Any]] = [{"case": "read kernel 8 GiB", "metric": "bandwidth", "value": rate / 1e9, "unit": "GB/s"}]

@@ -46,7 +46,7 @@ class CudaBackend:
             self.ring = self._host[RING].array.view(np.uint32)
             self.egress = self._host[EGRESS].array.view(np.int32)
             self.ingress = Ingress(self.ring, program.limits)
-            self._modules = Modules(program.kernels, self.devices)
+            self.modules = Modules(program.kernels, self.devices)
             self._upload(weights, progress)
             for name, words in program.constants.items():
                 place = program.placements[name]
@@ -56,12 +56,12 @@ class CudaBackend:
                 device.synchronize()
             self._args: list[PackedArgs] = []
             for name, phase in program.phases.items():
-                packed = [PackedArgs(item.args, self._address) for item in phase.calls]
+                packed = [PackedArgs(item.args, self.argument_address) for item in phase.calls]
                 self._args.extend(packed)
                 if eager:
-                    self._phases[name] = EagerPhase(phase, self._modules, packed, self.devices)
+                    self._phases[name] = EagerPhase(phase, self.modules, packed, self.devices)
                 else:
-                    self._phases[name] = GraphPhase(phase, self._modules, packed, self.devices,
+                    self._phases[name] = GraphPhase(phase, self.modules, packed, self.devices,
                                                     program.caps.programmatic_edges)  # fmt: skip
         except BaseException:
             self.close()
@@ -90,7 +90,8 @@ class CudaBackend:
             return self._host[place.region].address + place.offset
         return int(self._regions[place.rank][place.region]) + place.offset
 
-    def _address(self, arg: Arg) -> int:
+    def argument_address(self, arg: Arg) -> int:
+        """Address that a pointer argument stands for."""
         if arg.region in self._host:
             return self._host[arg.region].address + arg.offset
         return int(self._regions[arg.rank][arg.region]) + arg.offset
@@ -142,8 +143,8 @@ class CudaBackend:
         for phase in self._phases.values():
             phase.close()
         self._phases.clear()
-        if hasattr(self, "_modules"):
-            self._modules.close()
+        if hasattr(self, "modules"):
+            self.modules.close()
         for buffer in self._buffers:
             buffer.close()
         self._buffers.clear()

@@ -50,6 +50,8 @@ def traced(backend: Any, lanes: int, columns: int, prompt: list[int], new: int, 
     digest, produced = hashlib.sha256(), 0
     before = 0
     while produced < new:
+        # run ahead while only the prompt is fed: nothing is read there
+        session.depth = 4 if mine in session._lanes and session._lanes[mine].queued + 6 * columns < len(prompt) else 0
         emissions = [e for e in session.advance() if e.lane == mine]
         length = before
         if mine in session._lanes:

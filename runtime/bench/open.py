@@ -1,0 +1,37 @@
+"""Open a program or artifact for a measurement, with weights from the file or made on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import artifacts
+from compiler.driver import CompileOptions
+from compiler.emit.arch import card_as
+from runtime.bench.device_fill import SynthWeights
+from runtime.cuda.backend import CudaBackend
+from runtime.cuda.device import Device
+from runtime.open import ArtifactWeights, cached_program, is_program, open_program
+from runtime.vm.weights import WeightStore
+
+
+def open_for_bench(path: Path, device: int, pairs: list[tuple[int, int]], context: int, weights: str, *, score: bool,
+                   card: str | None = None, eager: bool = False, seed: int = 0) -> CudaBackend:  # fmt: skip
+    """A loaded backend. An artifact is compiled for ``pairs`` and at least ``context`` tokens; ``weights`` is ``file`` or
+    ``synth``. Raises UsageError, ProgramError, DeviceError."""
+    from runtime.cli.errors import UsageError
+
+    if weights not in ("file", "synth"):
+        raise UsageError(f"--weights {weights!r}: allowed are file, synth")
+    if is_program(path):
+        opened = open_program(path, None)
+        artifact, built = opened.artifact, opened.program
+    else:
+        artifact = artifacts.open(path)
+        caps = Device(device).caps()
+        if card:
+            caps = card_as(card, caps)
+        options = CompileOptions(max_context=-(-context // 64) * 64, max_concurrency=max(b for b, _ in pairs),
+                                 pairs=tuple(sorted({(1, 1), *pairs})), score=score)  # fmt: skip
+        built, _ = cached_program(artifact, caps, options)
+    source = SynthWeights(artifact, seed) if weights == "synth" else WeightStore(ArtifactWeights(artifact))
+    return CudaBackend(built, source, [device], eager)

@@ -1,0 +1,81 @@
+"""Where the time of one step goes: per kernel, alone and inside the graph.
+
+*Isolated* is a graph of that kernel's calls only, *in graph* the time the whole graph loses when these calls are left out:
+the difference is what overlaps with neighbours (programmatic edges) or waits for them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+
+from compiler.explain.cost import call_cost
+from compiler.program.model import Phase
+from runtime.bench.device_fill import Event
+from runtime.bench.measure import FOREVER, Bench
+from runtime.cuda.graph import GraphPhase
+from runtime.cuda.modules import PackedArgs
+
+
+@dataclass(frozen=True)
+class KernelProfile:
+    """One kernel of a phase. Times in seconds for all its ``calls`` of one step, ``nbytes`` for the same."""
+
+    entry: str
+    kinds: str
+    calls: int
+    isolated: float
+    in_graph: float
+    nbytes: int
+
+
+class Profiler:
+    """Profiles decode phases of a loaded backend. Leaving calls out makes the values of a step meaningless, never its
+    control: ``begin`` and ``advance`` always run."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._backend = bench.backend
+
+    def _time(self, phase: Phase, keep: list[int], lanes: int, context: int, steps: int) -> float:
+        backend = self._backend
+        calls = tuple(replace(phase.calls[i], index=n) for n, i in enumerate(keep))
+        packed = [PackedArgs(item.args, backend.argument_address) for item in calls]
+        graph = GraphPhase(replace(phase, calls=calls), backend.modules, packed, backend.devices,
+                           backend.program.caps.programmatic_edges)  # fmt: skip
+        controlled = phase.calls[keep[0]].ops[0].kind == "begin"
+        times = []
+        for _ in range(3):
+            if controlled:
+                for lane in range(lanes):
+                    self._bench.set_lane(lane, context, FOREVER, [1] * (steps * phase.width))
+            start, stop = Event(backend.devices[0]), Event(backend.devices[0])
+            start.record()
+            for _ in range(steps):
+                graph.launch(backend.devices[0])
+                if controlled:
+                    backend.ingress.step += 1
+            stop.record()
+            times.append(start.seconds_to(stop) / steps)
+            backend.wait()
+            backend.ingress.consumed(backend.ingress.step)
+        graph.close()
+        return statistics.median(times)
+
+    def run(self, lanes: int, width: int, context: int, steps: int = 20) -> tuple[float, list[KernelProfile]]:
+        """Seconds of the whole step, and its kernels by their share in the graph, largest first."""
+        phase = self._backend.program.phases[f"decode{lanes}x{width}"]
+        everything = list(range(len(phase.calls)))
+        whole = self._time(phase, everything, lanes, context, steps)
+        out = []
+        for entry in dict.fromkeys(item.entry for item in phase.calls):
+            mine = [item.index for item in phase.calls if item.entry == entry]
+            control = phase.calls[mine[0]].ops[0].kind in ("begin", "advance")
+            rest = [i for i in everything if phase.calls[i].entry != entry]
+            isolated = self._time(phase, mine, lanes, context, steps) if not control else 0.0
+            without = whole if control else self._time(phase, rest, lanes, context, steps)
+            costs = [call_cost(self._backend.program, phase, phase.calls[i], context) for i in mine]
+            kinds = "+".join(op.kind for op in phase.calls[mine[0]].ops)
+            out.append(KernelProfile(entry, kinds, len(mine), isolated, whole - without,
+                                     sum(cost.read + cost.written for cost in costs)))  # fmt: skip
+        return whole, sorted(out, key=lambda item: -item.in_graph)
