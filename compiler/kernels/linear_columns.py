@@ -6,6 +6,7 @@ What fixes the bits of a result is here in one function, ``slices_of``: it looks
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -152,46 +153,45 @@ def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
     all_slices = product.segments * product.slices
     spread = [k for k in range(all_slices, 0, -1) if all_slices % k == 0]
     release = "early" if weight_bytes(product) < EARLY_RELEASE else "late"
-    if product.bucket <= 8:
-        shapes = [(m, r, k, s, x, b) for m in (unit, 2 * unit) for r in (1, 2, 3, 4, 8) for k in spread for s in (2, 3, 4, 6)
-                  for x in (True, False) for b in (0, 1, 2, 3) if x or s > 2]  # fmt: skip
-    else:
-        shapes = [(unit, r, k, s, False, b) for r in (1, 2, 4, 8) for k in spread for s in (3, 4) for b in (0, 1, 2)]
-    for mtiles, warps_r, warps_k, stages, resident, blocks in shapes:
-        tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, release)
-        if fits(product, tile, caps):
-            yield tile
+    few = product.bucket <= 8
+    for warps_r, warps_k, stages, blocks in itertools.product(range(1, 13), spread, (2, 3, 4, 6), (0, 1, 2, 3)):
+        if warps_r * warps_k > 24 or (few and warps_r > 4 and warps_k > 1):
+            continue
+        for mtiles, resident in ((unit, True), (unit, False), (2 * unit, True), (2 * unit, False)) if few else ((unit, False),):
+            tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, release)
+            if fits(product, tile, caps):
+                yield tile
 
 
-def _rank(product: Product, tile: Tile, caps: DeviceCaps) -> tuple[float, ...]:
-    """Sort key of the built-in choice, best first."""
+def _slowdown(product: Product, tile: Tile, caps: DeviceCaps) -> float:
+    """Rough estimate of a tile's time over that of streaming the weights; the weights of its terms come from an H200."""
     subtiles = tile.mtiles // 2 if product.epilogue == "swiglu" else tile.mtiles
-    blocks = ceil(product.row_tiles / (subtiles * tile.warps_r)) * (product.bucket // product.block_columns)
-    smem = shared_bytes(product, tile) + 1024
-    room = min(caps.smem_sm // smem, 48 // (tile.warps_r * tile.warps_k))  # blocks that one multiprocessor can hold
+    column_blocks = product.bucket // product.block_columns
+    blocks = ceil(product.row_tiles / (subtiles * tile.warps_r)) * column_blocks
+    own_warps = tile.warps_r * tile.warps_k
+    # Blocks that one multiprocessor holds: by shared memory, and by registers at about 80 per thread (wide: 128 and more).
+    room = min(caps.smem_sm // (shared_bytes(product, tile) + 1024), (24 if product.bucket <= 8 else 16) // own_warps or 1)
     together = min(tile.blocks_per_sm or room, room, ceil(blocks / caps.sms))
-    warps = together * tile.warps_r * tile.warps_k
+    warps = together * own_warps
+    waves = blocks / (together * caps.sms)
     _, code_bytes, high_pitch, scale_bytes = FORMATS[product.format]
     stage = tile.mtiles * (16 * code_bytes + 16 * high_pitch + scale_bytes)
-    flight = warps * (tile.stages - 1) * stage
-    # One block per tile is best where all blocks run at once; else blocks stay and walk.
-    walks = tile.blocks_per_sm > 0 and blocks > together * caps.sms
-    waves = blocks / (together * caps.sms)
-    tail = ceil(waves) / waves > 1.3  # most of the card idles while the last blocks finish
-    idle = blocks < 0.75 * caps.sms and product.row_tiles >= 0.75 * caps.sms
-    if product.bucket <= 8:
-        right_grid = walks if waves > 1 else tile.blocks_per_sm == 0
-        wanted = min(40 << 10, caps.smem_sm * 2 // 5)
-        serial = tile.warps_k < min(4, product.segments * product.slices)
-        return (idle, warps < 8, not tile.resident, flight < wanted, serial, tail, not right_grid, tile.mtiles,
-                abs(warps - 20), flight > 3 * wanted, tile.warps_r, -tile.stages)  # fmt: skip
-    # Many rows that share activations, as long as there is work for every multiprocessor.
-    return (idle, warps < 8, -tile.warps_r, flight < 16 << 10, tile.blocks_per_sm, abs(warps - 16), -tile.stages)
+    flight = warps * (tile.stages - (1.25 if tile.resident else 2.25)) * stage
+    wanted = min(48 << 10, caps.smem_sm // 3)
+    walks = tile.blocks_per_sm > 0 or waves <= 1  # else a block ends, and the next begins with an empty ring
+    x_reads = min(blocks, together * caps.sms) if tile.resident and walks else blocks
+    x_bytes = x_reads * 2 * product.block_columns * product.k
+    # The last wave runs on part of the card; the others still have the memory to themselves.
+    cost = 1 + 0.5 * (ceil(waves) / waves - 1) + max(0.0, 0.4 * (wanted / flight - 1))
+    cost += 0.5 * x_bytes / weight_bytes(product) + (0 if tile.resident else 0.08)
+    cost += max(0.0, 0.02 * (14 - warps)) + (0 if walks else 0.05)
+    cost += 0.1 if tile.warps_k < min(4, product.segments * product.slices) and product.bucket <= 8 else 0
+    return cost + 0.01 * (tile.mtiles + tile.warps_r) + (0.0003 * flight / 1024 if flight > 2 * wanted else 0)
 
 
 def candidates(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
     """Legal tiles worth measuring, the built-in choice first."""
-    tiles = sorted(_tiles(product, caps), key=lambda tile: _rank(product, tile, caps))
+    tiles = sorted(_tiles(product, caps), key=lambda tile: _slowdown(product, tile, caps))
     for tile in tiles:
         if tile == tiles[0] or 8 <= tile.warps_r * tile.warps_k * max(1, tile.blocks_per_sm) <= 32:
             yield tile
@@ -200,7 +200,7 @@ def candidates(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
 @cache
 def choose(product: Product, caps: DeviceCaps) -> Tile:
     """The built-in choice. Raises IRError when no tile fits the target."""
-    tile = min(_tiles(product, caps), key=lambda tile: _rank(product, tile, caps), default=None)
+    tile = min(_tiles(product, caps), key=lambda tile: _slowdown(product, tile, caps), default=None)
     if tile is None:
         raise IRError(f"product [{product.n}, {product.k}] {product.format} at {product.bucket} columns: no tile fits the "
                       f"{caps.smem_block} bytes of shared memory of {caps.arch}")  # fmt: skip

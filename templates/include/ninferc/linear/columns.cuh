@@ -9,25 +9,32 @@
 
 namespace ninferc {
 
-// Where a warp is in its endless sequence of chunks: its slices in turn, each chunk by chunk.
+// Where a warp is in its sequence of chunks: tile after tile, of each its slices in turn, of these chunk by chunk.
 template <class G>
 struct ChunkWalk {
-  u32 warp_k, slice, chunk;
-  NINFERC_DEVICE explicit ChunkWalk(u32 warp_k_) : warp_k(warp_k_), slice(warp_k_), chunk(warp_k_ % G::slices) {}
-  // Number of the chunk over all segments.
-  NINFERC_DEVICE u32 number() const { return slice / G::slices * G::chunks + chunk; }
-  // True when the sequence begins again, which is at the next tile.
+  u32 warp_k, tile, tile_step;
+  u32 slice, number, left;  // of this slice: the chunk's number over all segments, chunks from it to the end
+
+  NINFERC_DEVICE ChunkWalk(u32 warp_k_, u32 first_tile, u32 tile_step_)
+      : warp_k(warp_k_), tile(first_tile), tile_step(tile_step_), slice(warp_k_) {
+    begin_slice();
+  }
+  NINFERC_DEVICE void begin_slice() {
+    const u32 first = slice % G::slices;
+    number = slice / G::slices * G::chunks + first;
+    left = G::chunks % G::slices == 0 ? G::chunks / G::slices : (G::chunks - first + G::slices - 1) / G::slices;
+  }
+  // True when another slice begins.
   NINFERC_DEVICE bool advance() {
-    chunk += G::slices;
-    if (chunk < G::chunks) return false;
-    bool wrapped = true;
-    if constexpr (G::slices_per_warp > 1) {
-      slice += G::warps_k;
-      wrapped = slice >= G::all_slices;
-      if (wrapped) slice = warp_k;
+    number += G::slices;
+    if (--left != 0) return false;
+    slice += G::warps_k;
+    if (slice >= G::all_slices) {
+      slice = warp_k;
+      tile += tile_step;
     }
-    chunk = slice % G::slices;
-    return wrapped;
+    begin_slice();
+    return true;
   }
 };
 
@@ -54,23 +61,20 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   const Activations in{args.x, args.x_stride, args.columns, args.first_column};
   const ActivationCopier<G> x_copier{in, warp_r * 32 + lane_id()};
   WeightCopier<G> w_copier(args.codes, args.high, args.scales);
-  ChunkWalk<G> next(warp_k);
-  u32 next_tile = first_tile;
-  if (next_tile < G::tiles) w_copier.set_tile(next_tile);
-  const auto copy_weights = [&](u32 stage) {
-    if (next_tile < G::tiles) w_copier.copy(ring + stage * G::stage_bytes, next.number());
+  ChunkWalk<G> next(warp_k, first_tile, tile_step);
+  if (next.tile < G::tiles) w_copier.seek(next.tile, next.number);
+  const auto copy_weights = [&](u32 stage_at) {
+    if (next.tile < G::tiles) w_copier.copy(stage_at);
   };
   const auto advance = [&]() {
-    if (next.advance()) {
-      next_tile += tile_step;
-      if (next_tile < G::tiles) w_copier.set_tile(next_tile);
-    }
+    w_copier.step();
+    if (next.advance() && next.tile < G::tiles) w_copier.seek(next.tile, next.number);
   };
 
   // Weights do not depend on earlier kernels: fill the ring before waiting for these.
 #pragma unroll 1
   for (u32 stage = 0; stage + 1 < stages; ++stage) {
-    copy_weights(stage);
+    copy_weights(ring + stage * G::stage_bytes);
     if constexpr (G::resident) cp_async_commit();
     advance();
   }
@@ -79,10 +83,10 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   if constexpr (G::resident) {
     stage_resident<G>(base + G::x_base, in, args.norm_w, reinterpret_cast<f32*>(smem + G::norm_base), args.eps);
   } else {
-    ChunkWalk<G> walk(warp_k);
+    ChunkWalk<G> walk(warp_k, first_tile, tile_step);
 #pragma unroll 1
     for (u32 stage = 0; stage + 1 < stages; ++stage) {
-      x_copier.copy(x_stage(stage), walk.number());
+      x_copier.copy(x_stage(stage), walk.number);
       cp_async_commit();
       walk.advance();
     }
@@ -91,7 +95,12 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   }
 
   const u32 x_lane = lane_id() / 4 % G::bucket * G::x_pitch + lane_id() % 4 * 16;  // column and piece of this lane
-  u32 stage = 0, before = stages - 1, buffer = 0, finisher = 0;
+  u32 buffer = 0, finisher = 0;
+  // Stage being multiplied and stage being filled, which is the one before: weights, activations.
+  u32 stage_at = ring, fill_at = ring + (stages - 1) * G::stage_bytes;
+  constexpr u32 x_step = G::warps_k * G::x_bytes;
+  const u32 x_end = x_stage(stages);
+  u32 x_at = x_stage(0), x_fill_at = x_stage(stages - 1);
 #pragma unroll 1
   for (u32 tile = first_tile; tile < end_tile; tile += tile_step) {
     if constexpr (G::release == Release::late) {
@@ -104,27 +113,33 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
     for (u32 slice = warp_k; slice < G::all_slices; slice += G::warps_k) {
       ChunkProduct<G> product;
       product.clear();
+      ChunkWalk<G> here(slice, 0, 0);
+      u32 x_chunk = base + G::x_base + here.number * 256 + x_lane;
 #pragma unroll 1
-      for (u32 chunk = slice % G::slices; chunk < G::chunks; chunk += G::slices) {
-        const u32 after = stage + 1 == stages ? 0 : stage + 1;
+      for (u32 left = here.left; left != 0; --left) {
         // All have landed this stage's copies (resident: here; ring: when the activations were put in order) and have
         // done with the stage before, which is refilled.
         if constexpr (G::resident) cp_async_wait<stages - 2>();
         if constexpr (G::resident || G::warps_r == 1) sync_warp();
         else named_barrier_sync(1 + G::warps_r + warp_k, 32 * G::warps_r);
-        copy_weights(before);
-        if constexpr (!G::resident) x_copier.copy(x_stage(before), next.number());
-        cp_async_commit();
-        advance();
-        u32 x = base + G::x_base + (slice / G::slices * G::chunks + chunk) * 256;
-        if constexpr (!G::resident) {
+        copy_weights(fill_at);
+        fill_at = stage_at;
+        if constexpr (G::resident) {
+          cp_async_commit();
+          product.add(stage_at, x_chunk);
+          x_chunk += G::slices * 256;
+        } else {
+          const u32 x_after = x_at + x_step == x_end ? x_stage(0) : x_at + x_step;
+          x_copier.copy(x_fill_at, next.number);
+          cp_async_commit();
           cp_async_wait<stages - 2>();
-          x_copier.order(x_stage(after));
-          x = x_stage(stage);
+          x_copier.order(x_after);
+          product.add(stage_at, x_at + x_lane);
+          x_fill_at = x_at;
+          x_at = x_after;
         }
-        product.add(ring + stage * G::stage_bytes, x + x_lane);
-        before = stage;
-        stage = after;
+        advance();
+        stage_at = stage_at + G::stage_bytes == ring + G::ring_bytes ? ring : stage_at + G::stage_bytes;
       }
       if constexpr (G::reduce) SharedTotal<G>::put(sums, slice, product);
       else total.add(epilogue, product, slice);

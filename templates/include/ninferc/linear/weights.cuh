@@ -10,27 +10,25 @@
 
 namespace ninferc {
 
-template <bool small>
-struct OffsetType { using Type = u32; };
-template <>
-struct OffsetType<false> { using Type = u64; };
-
-// Copies the weights of one chunk after the other.  A slab (64 bytes of each of 16 rows) is two copies per lane: piece
-// lane % 4 of rows lane / 4 and lane / 4 + 8.  Offsets into a plane are 32-bit where the plane allows: an add then takes one
-// instruction, and there is an add for every copy.
+// Copies the weights of one chunk after the other, in steps of `slices` chunks.  A slab (64 bytes of each of 16 rows) is
+// two copies per lane: piece lane % 4 of rows lane / 4 and lane / 4 + 8.  High bits and scales of all matrix tiles are shared
+// out over the lanes without a remainder (where there are fewer pieces than lanes, two lanes copy the same one), so that no
+// copy is conditional.
 template <class G>
 struct WeightCopier {
   static constexpr Format format = G::format;
-  static constexpr u32 high_pieces = G::Traits::high_bytes_128 / 16;
-  static constexpr u64 high_row_bytes = u64(G::chunks) * G::segments * G::Traits::high_bytes_128;
-  using Offset = typename OffsetType<(G::n * G::row_bytes >> 32) == 0>::Type;
+  static constexpr u32 high_bytes = G::Traits::high_bytes_128, high_pieces = high_bytes / 16;
+  static constexpr u64 high_row_bytes = u64(G::chunks) * G::segments * high_bytes;
+  static constexpr u32 high_rows = G::mtiles * 16;
   const u8* codes;
   const u8* high;
   const u8* scales;
   u32 lane;
-  // Set for a tile: offsets of this lane's first copy of each kind.
-  u32 first_subtile;
-  Offset tile_codes, tile_high, tile_scales;
+  // The chunk to copy next: this lane's first copy of each kind, the tile's first subtile, the chunk's columns.
+  const u8* codes_at;
+  const u8* high_at;
+  const u8* scales_at;
+  u32 first_subtile, begin, end;
 
   NINFERC_DEVICE WeightCopier(const u8* codes_, const u8* high_, const u8* scales_)
       : codes(codes_), high(high_), scales(scales_), lane(lane_id()) {}
@@ -43,75 +41,88 @@ struct WeightCopier {
     const u32 subtile = first_subtile + (G::swiglu ? m / 2 : m);
     return clamped(G::output_row(subtile, r)) + (G::swiglu && m % 2 ? G::n / 2 : 0);
   }
-  NINFERC_DEVICE void set_tile(u32 tile) {
+
+  // Chunk `number` (counted over all segments) of tile `tile` is next.
+  NINFERC_DEVICE void seek(u32 tile, u32 number) {
     first_subtile = tile * G::subtiles;
-    tile_codes = code_offset(0, lane / 4);
-    if constexpr (G::high_pitch != 0) tile_high = high_offset(lane);
+    begin = G::chunk_begin(number);
+    end = G::chunk_end(number);
+    codes_at = code_row(0, 0);
+    if constexpr (high_bytes != 0) {
+      const u32 row = lane / high_pieces % high_rows;
+      high_at = high + weight_row(row / 16, row % 16) * high_row_bytes + lane % high_pieces * 16 + number * high_bytes;
+    }
     if constexpr (format == Format::nvfp4) {
-      const u32 piece = lane % 8;  // two tiles of 64 columns, four rows of each quarter
-      tile_scales = Offset(nvfp4_scale_offset(weight_row(lane / 8 % G::mtiles, 0), piece / 4 * 4, G::k)) + piece % 4 * 16;
+      const u32 offset = lane * (4 * G::mtiles), inside = offset % 128;
+      scales_at = scales + nvfp4_scale_offset(weight_row(offset / 128, 0), begin / 16 + inside / 64 * 4, G::k) + inside % 64;
     } else if constexpr (G::Traits::grouped_int) {
-      tile_scales = scale_offset(lane);
+      const u32 row = lane % (G::mtiles * 16);
+      scales_at = scales + u64(weight_row(row / 16, row % 16)) * (G::groups * 2) + number * G::scale_row;
     }
   }
+  // The slice's next chunk is next.
+  NINFERC_DEVICE void step() {
+    codes_at += G::slices * G::Traits::code_bytes_128;
+    if constexpr (high_bytes != 0) high_at += G::slices * high_bytes;
+    if constexpr (format == Format::nvfp4) scales_at += G::slices * 1024;
+    else if constexpr (G::Traits::grouped_int) scales_at += G::slices * G::scale_row;
+    begin += G::slices * 128;
+  }
 
-  // Chunk `number` of the row (counted over all segments) into the stage at `stage`.
-  NINFERC_DEVICE void copy(u32 stage, u32 number) const {
-    const u32 begin = G::chunk_begin(number), end = G::chunk_end(number);
-    const u32 code_bytes = begin / 8 * (G::Traits::code_bytes_128 / 16);
-    const u32 to_codes = stage + stored_offset();
+  NINFERC_DEVICE void copy(u32 stage) const {
+    const u32 to = stage + stored_offset();
 #pragma unroll
     for (u32 m = 0; m < G::mtiles; ++m) {
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
-        Offset from = tile_codes + Offset((G::rows_of_mtile(m) + half * G::rows_of_half) * G::row_bytes) + code_bytes;
-        if constexpr (!G::whole_rows) from = code_offset(m, lane / 4 + 8 * half) + code_bytes;
+        const u8* row = codes_at + (G::rows_of_mtile(m) + half * G::rows_of_half) * G::row_bytes;
+        if constexpr (!G::whole_rows) row = code_row(m, half);
 #pragma unroll
         for (u32 slab = 0; slab < G::slabs; ++slab)
-          copy_codes(to_codes + (m * G::slabs + slab) * 1024 + half * 512, codes + from + slab * 64,
-                     begin + slab * (128 / G::slabs), end);
+          copy_codes(to + (m * G::slabs + slab) * 1024 + half * 512, row + slab * 64, slab);
       }
     }
-    if constexpr (G::high_pitch != 0) {
+    if constexpr (high_bytes != 0) {
+      const u32 row = lane / high_pieces % high_rows;
+      const u32 to_high = stage + G::high_offset + row * G::high_pitch + lane % high_pieces * 16;
 #pragma unroll
-      for (u32 base = 0; base < G::mtiles * 16 * high_pieces; base += 32) {
-        const u32 index = base + lane;
-        const Offset from = (base == 0 ? tile_high : high_offset(index)) + number * G::Traits::high_bytes_128;
-        if (G::mtiles * 16 * high_pieces % 32 == 0 || index < G::mtiles * 16 * high_pieces)
-          cp_async_16(stage + G::high_offset + index / high_pieces * G::high_pitch + lane % high_pieces * 16, high + from);
+      for (u32 base = 0; base < high_rows; base += 32 / high_pieces) {
+        const u8* from = high_at + G::rows_of_mtile(base / 16) * high_row_bytes;
+        if (!G::whole_rows && base > 0)
+          from = high_at + (i64(weight_row((base + row) / 16, row % 16)) - i64(weight_row(row / 16, row % 16))) *
+                               i64(high_row_bytes);
+        cp_async_16(to_high + base * G::high_pitch, from);
       }
     }
     if constexpr (format == Format::nvfp4) {
-      if (G::mtiles == 4 || lane < 8 * G::mtiles) {
-        const u32 to = stage + G::scale_offset + lane * 16;
-        const u8* from = scales + (tile_scales + begin / 64 * 512);
-        const bool valid = G::whole_k || begin + lane % 8 / 4 * 64 < end;
-        if constexpr (G::whole_k) cp_async_16(to, from);
-        else cp_async_16_zfill(to, valid ? from : scales, valid);
+      const u32 to_scales = stage + G::scale_offset + lane * (4 * G::mtiles);
+      const bool inside = G::whole_k || begin + lane * (4 * G::mtiles) % 128 / 64 * 64 < end;
+      if (!inside) {
+        if constexpr (G::mtiles == 4) st_shared(to_scales, u32x4{0, 0, 0, 0});
+        else if constexpr (G::mtiles == 2) st_shared<u64>(to_scales, 0);
+        else st_shared<u32>(to_scales, 0);
+      } else if constexpr (G::mtiles == 4) {
+        cp_async_16(to_scales, scales_at);
+      } else {
+        cp_async_small<4 * G::mtiles>(to_scales, scales_at);
       }
     } else if constexpr (G::Traits::grouped_int) {
+      const u32 row = lane % (G::mtiles * 16);
 #pragma unroll
       for (u32 base = 0; base < G::mtiles * 16; base += 32) {
-        const u32 index = base + lane;
-        const Offset from = (base == 0 ? tile_scales : scale_offset(index)) + number * G::scale_row;
-        if (G::mtiles % 2 == 0 || index < G::mtiles * 16)
-          cp_async_small<G::scale_row>(stage + G::scale_offset + index * G::scale_row, scales + from);
+        const u8* from = scales_at + u64(G::rows_of_mtile(base / 16)) * (G::groups * 2);
+        if (!G::whole_rows && base > 0)
+          from = scales_at + (i64(weight_row((base + row) / 16, row % 16)) - i64(weight_row(row / 16, row % 16))) *
+                                 i64(G::groups * 2);
+        cp_async_small<G::scale_row>(stage + G::scale_offset + (base + row) * G::scale_row, from);
       }
     }
   }
 
  private:
-  NINFERC_DEVICE Offset code_offset(u32 m, u32 r) const {
-    return Offset(weight_row(m, r)) * Offset(G::row_bytes) + lane % 4 * 16;
-  }
-  // Copy `index` of the high bits or scales of a tile: row after row of one matrix tile after the other.
-  NINFERC_DEVICE Offset high_offset(u32 index) const {
-    const u32 row = index / high_pieces % (16 * G::mtiles);
-    return Offset(weight_row(row / 16, row % 16)) * Offset(high_row_bytes) + index % high_pieces * 16;
-  }
-  NINFERC_DEVICE Offset scale_offset(u32 index) const {
-    const u32 row = index % (16 * G::mtiles);
-    return Offset(weight_row(row / 16, row % 16)) * Offset(G::groups * 2);
+  NINFERC_DEVICE const u8* code_row(u32 m, u32 half) const {
+    return codes + weight_row(m, lane / 4 + 8 * half) * G::row_bytes + begin / 8 * (G::Traits::code_bytes_128 / 16) +
+           lane % 4 * 16;
   }
   // Of the lane's first copy in a slab: 16 bytes per lane.  Lanes read eight bytes of a 32-byte group of grouped formats:
   // every other pair of rows swaps its groups there, so that the reads are free of bank conflicts.
@@ -119,13 +130,13 @@ struct WeightCopier {
     if constexpr (G::Traits::grouped_int) return (lane ^ (lane / 8 % 2 * 2)) * 16;
     else return lane * 16;
   }
-  // The lane's piece of a slab that begins at column `begin`; what lies past column `end` reads as zero.
-  NINFERC_DEVICE void copy_codes(u32 to, const u8* from, u32 begin, u32 end) const {
+  // The lane's piece of slab `slab`; what lies past the end of the segment reads as zero.
+  NINFERC_DEVICE void copy_codes(u32 to, const u8* from, u32 slab) const {
     constexpr u32 columns_8 = 1024 / G::Traits::code_bytes_128;  // columns in eight bytes
     if constexpr (G::whole_k) {
       cp_async_16(to, from);
     } else {
-      const u32 column = begin + lane % 4 * 2 * columns_8;
+      const u32 column = begin + (slab * 4 + lane % 4) * 2 * columns_8;
       if constexpr (G::aligned_16) {
         cp_async_16_zfill(to, column < end ? from : codes, column < end);
       } else {
