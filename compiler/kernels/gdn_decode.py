@@ -36,7 +36,7 @@ def recurrent_spec(op: Op, types: Mapping[str, TensorType], lanes: int, width: i
     return KernelSpec(
         entry=f"gdn_{name}_h{hk}x{hv}_d{dk}x{dv}_w{warps}r{rows}_{caps.arch.replace('_', '')}",
         template="gdn_recurrent.cu.j2",
-        params={"block": 32 * warps, "min_blocks": 4 if rows == 2 else 6, "dk": dk, "dv": dv, "key_heads": hk,
+        params={"block": 32 * warps, "min_blocks": 4, "dk": dk, "dv": dv, "key_heads": hk,
                 "value_heads": hv, "warps": warps, "rows": rows, "commit": commit},
         grid=(blocks, lanes, 1),
         block=32 * warps,

@@ -52,70 +52,115 @@ struct DecodePlace {
   bool writes_k, writes_alpha;  // one block per key head, one per value head records what blocks share
 };
 
+// What a stage reads from global memory, in registers: requested for a whole stage at once, used later.
 template <class S>
-NINFERC_DEVICE void stage_records(const DecodeOperands& p, DecodeShared<S>& m, const DecodePlace& at, i64 record,
-                                  u32 count) {
-  for (u32 i = threadIdx.x; i < count * (S::dk / 4); i += S::threads) {
-    const u32 r = i / (S::dk / 4), part = i % (S::dk / 4);
-    m.fold_k[r][part] = ld_cg<f32x4>(p.rec_k + ((record + r) * S::key_heads + at.key_head) * S::dk + part * 4);
-  }
-  for (u32 i = threadIdx.x; i < count * S::block_rows; i += S::threads) {
-    const u32 r = i / S::block_rows, row = i % S::block_rows;
-    m.fold_u[r][row] =
-        ld_cg<f32>(p.rec_u + ((record + r) * S::value_heads + at.head) * S::dv + at.first_row + row);
-  }
-  if (threadIdx.x < count)
-    m.fold_alpha[threadIdx.x] = ld_cg<f32>(p.rec_alpha + (record + threadIdx.x) * S::value_heads + at.head);
-}
+struct RecordLoads {
+  static constexpr u32 k_parts = S::stage * (S::dk / 4), u_parts = S::stage * S::block_rows;
+  f32x4 k[ceil_div(k_parts, S::threads)];
+  f32 u[ceil_div(u_parts, S::threads)];
+  f32 alpha;
 
-// Normalises q and k, converts v and the gates of columns [first, first + count) and records k and α.
+  NINFERC_DEVICE void request(const DecodeOperands& p, const DecodePlace& at, i64 record, u32 count) {
+#pragma unroll
+    for (u32 n = 0; n < ceil_div(k_parts, S::threads); ++n) {
+      const u32 i = n * S::threads + threadIdx.x, r = i / (S::dk / 4), part = i % (S::dk / 4);
+      if (r < count) k[n] = ld_cg<f32x4>(p.rec_k + ((record + r) * S::key_heads + at.key_head) * S::dk + part * 4);
+    }
+#pragma unroll
+    for (u32 n = 0; n < ceil_div(u_parts, S::threads); ++n) {
+      const u32 i = n * S::threads + threadIdx.x, r = i / S::block_rows, row = i % S::block_rows;
+      if (r < count) u[n] = ld_cg<f32>(p.rec_u + ((record + r) * S::value_heads + at.head) * S::dv + at.first_row + row);
+    }
+    if (threadIdx.x < count) alpha = ld_cg<f32>(p.rec_alpha + (record + threadIdx.x) * S::value_heads + at.head);
+  }
+  NINFERC_DEVICE void place(DecodeShared<S>& m, u32 count) const {
+#pragma unroll
+    for (u32 n = 0; n < ceil_div(k_parts, S::threads); ++n) {
+      const u32 i = n * S::threads + threadIdx.x, r = i / (S::dk / 4);
+      if (r < count) m.fold_k[r][i % (S::dk / 4)] = k[n];
+    }
+#pragma unroll
+    for (u32 n = 0; n < ceil_div(u_parts, S::threads); ++n) {
+      const u32 i = n * S::threads + threadIdx.x, r = i / S::block_rows;
+      if (r < count) m.fold_u[r][i % S::block_rows] = u[n];
+    }
+    if (threadIdx.x < count) m.fold_alpha[threadIdx.x] = alpha;
+  }
+};
+
 template <class S>
-NINFERC_DEVICE void stage_columns(const DecodeOperands& p, DecodeShared<S>& m, const DecodePlace& at, i64 record,
-                                  u32 first, u32 count) {
-  constexpr u32 passes = (2 * S::stage + S::warps - 1) / S::warps;
-  const u32 warp = warp_id(), part = lane_id() * 4;
-  const i64 column = i64(at.lane) * p.width + first;
-  const bf16* const row = p.y + column * p.y_stride;
-  u32x2 raw[passes];
+struct ColumnLoads {
+  static constexpr u32 passes = ceil_div(2 * S::stage, S::warps), v_parts = S::stage * S::block_rows;
+  u32x2 raw[passes];  // a quarter of a lane's share of q or k
+  bf16 v[ceil_div(v_parts, S::threads)];
+  f32 g, beta;
+
+  NINFERC_DEVICE void request(const DecodeOperands& p, const DecodePlace& at, u32 first, u32 count) {
+    const i64 column = i64(at.lane) * p.width + first;
+    const bf16* const row = p.y + column * p.y_stride;
+    const u32 part = lane_id() * 4;
 #pragma unroll
-  for (u32 i = 0; i < passes; ++i) {
-    const u32 item = i * S::warps + warp, t = item / 2;
-    raw[i] = u32x2{0, 0};
-    if (t < count && part < S::dk)
-      raw[i] = ld_global<u32x2>(row + i64(t) * p.y_stride + ((item & 1) ? S::key_heads * S::dk : 0) +
-                                at.key_head * S::dk + part);
-  }
-  for (u32 i = threadIdx.x; i < count * S::block_rows; i += S::threads) {
-    const u32 t = i / S::block_rows, r = i % S::block_rows;
-    m.v[t][r] = bf16_to_f32(ld_global<bf16>(row + i64(t) * p.y_stride + 2 * S::key_heads * S::dk + at.head * S::dv +
-                                            at.first_row + r));
-  }
-  if (threadIdx.x < count) {
-    const u32 t = threadIdx.x;
-    const f32* const gate = p.gates + (column + t) * p.gates_stride + at.head;
-    const f32 alpha = expf(ld_global<f32>(gate));
-    m.alpha[t] = alpha;
-    m.beta[t] = ld_global<f32>(gate + S::value_heads);
-    if (!S::commit && at.writes_alpha) st_global(p.rec_alpha + (record + first + t) * S::value_heads + at.head, alpha);
-  }
+    for (u32 i = 0; i < passes; ++i) {
+      const u32 item = i * S::warps + warp_id(), t = item / 2;
+      raw[i] = u32x2{0, 0};
+      if (t < count && part < S::dk)
+        raw[i] = ld_global<u32x2>(row + i64(t) * p.y_stride + ((item & 1) ? S::key_heads * S::dk : 0) +
+                                  at.key_head * S::dk + part);
+    }
 #pragma unroll
-  for (u32 i = 0; i < passes; ++i) {
-    const u32 item = i * S::warps + warp, t = item / 2;
-    if (t >= count) break;
-    const f32 x[4] = {bf16x2_lo(raw[i].x), bf16x2_hi(raw[i].x), bf16x2_lo(raw[i].y), bf16x2_hi(raw[i].y)};
-    const f32 sum = __fmaf_rn(x[0], x[0], x[1] * x[1]) + __fmaf_rn(x[2], x[2], x[3] * x[3]);
-    const f32 scale = l2_scale(warp_sum(sum));
-    if (part >= S::dk) continue;
-    if (item & 1) {
-      const f32x4 k{x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale};
-      m.k[t][part / 4] = k;
-      if (!S::commit && at.writes_k)
-        st_global(p.rec_k + ((record + first + t) * S::key_heads + at.key_head) * S::dk + part, k);
-    } else {
-      const f32 s = scale * __frsqrt_rn(f32(S::dk));
-      m.q[t][part / 4] = f32x4{x[0] * s, x[1] * s, x[2] * s, x[3] * s};
+    for (u32 n = 0; n < ceil_div(v_parts, S::threads); ++n) {
+      const u32 i = n * S::threads + threadIdx.x, t = i / S::block_rows;
+      if (t < count)
+        v[n] = ld_global<bf16>(row + i64(t) * p.y_stride + 2 * S::key_heads * S::dk + at.head * S::dv + at.first_row +
+                               i % S::block_rows);
+    }
+    if (threadIdx.x < count) {
+      const f32* const gate = p.gates + (column + threadIdx.x) * p.gates_stride + at.head;
+      g = ld_global<f32>(gate);
+      beta = ld_global<f32>(gate + S::value_heads);
     }
   }
+  // Normalises q and k, converts v and the gates of columns first … first + count − 1; records k and α.
+  NINFERC_DEVICE void place(const DecodeOperands& p, DecodeShared<S>& m, const DecodePlace& at, i64 record, u32 first,
+                            u32 count) const {
+    const u32 part = lane_id() * 4;
+#pragma unroll
+    for (u32 n = 0; n < ceil_div(v_parts, S::threads); ++n) {
+      const u32 i = n * S::threads + threadIdx.x, t = i / S::block_rows;
+      if (t < count) m.v[t][i % S::block_rows] = bf16_to_f32(v[n]);
+    }
+    if (threadIdx.x < count) {
+      const u32 t = threadIdx.x;
+      const f32 alpha = expf(g);
+      m.alpha[t] = alpha;
+      m.beta[t] = beta;
+      if (!S::commit && at.writes_alpha) st_global(p.rec_alpha + (record + first + t) * S::value_heads + at.head, alpha);
+    }
+#pragma unroll
+    for (u32 i = 0; i < passes; ++i) {
+      const u32 item = i * S::warps + warp_id(), t = item / 2;
+      if (t >= count) break;
+      const f32 x[4] = {bf16x2_lo(raw[i].x), bf16x2_hi(raw[i].x), bf16x2_lo(raw[i].y), bf16x2_hi(raw[i].y)};
+      const f32 sum = __fmaf_rn(x[0], x[0], x[1] * x[1]) + __fmaf_rn(x[2], x[2], x[3] * x[3]);
+      const f32 scale = l2_scale(warp_sum(sum));
+      if (part >= S::dk) continue;
+      if (item & 1) {
+        const f32x4 k{x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale};
+        m.k[t][part / 4] = k;
+        if (!S::commit && at.writes_k)
+          st_global(p.rec_k + ((record + first + t) * S::key_heads + at.key_head) * S::dk + part, k);
+      } else {
+        const f32 s = scale * __frsqrt_rn(f32(S::dk));
+        m.q[t][part / 4] = f32x4{x[0] * s, x[1] * s, x[2] * s, x[3] * s};
+      }
+    }
+  }
+};
+
+// Columns or records of the stage that begins at `begin`.
+template <class S>
+NINFERC_DEVICE u32 stage_count(u32 total, u32 begin) {
+  return total <= begin ? 0 : (total - begin < S::stage ? total - begin : S::stage);
 }
 
 template <class S>
@@ -161,6 +206,9 @@ NINFERC_DEVICE void decode(const DecodeOperands& p) {
   grid_dependency_wait();
   const Slot slot = read_slot(p.lane_slot, p.lane_ncols, p.lane_len, p.slot_pending, at.lane);
   if (slot.columns == 0) return;
+  const u32 columns = u32(slot.columns);
+  ColumnLoads<S> fresh;
+  fresh.request(p, at, 0, stage_count<S>(columns, 0));
   const i32 parity = ld_global<i32>(p.slot_parity + slot.slot);
 
   f32* state[S::rows];
@@ -176,19 +224,18 @@ NINFERC_DEVICE void decode(const DecodeOperands& p) {
   grid_launch_dependents();
 
   // 1. fold what the last step recorded
-  const u32 pending = u32(slot.pending), columns = u32(slot.columns);
+  const u32 pending = u32(slot.pending);
   const i64 old_record = (i64(parity) * p.slots + slot.slot) * p.records;
   const i64 new_record = (i64(1 - parity) * p.slots + slot.slot) * p.records;
-  stage_records<S>(p, m, at, old_record, pending < S::stage ? pending : S::stage);
-  stage_columns<S>(p, m, at, new_record, 0, columns < S::stage ? columns : S::stage);
-  sync_block();
+  RecordLoads<S> recorded;
+  recorded.request(p, at, old_record, stage_count<S>(pending, 0));
+  fresh.place(p, m, at, new_record, 0, stage_count<S>(columns, 0));
   for (u32 begin = 0; begin < pending; begin += S::stage) {
-    const u32 count = pending - begin < S::stage ? pending - begin : S::stage;
-    if (begin > 0) {
-      sync_block();
-      stage_records<S>(p, m, at, old_record + begin, count);
-      sync_block();
-    }
+    const u32 count = stage_count<S>(pending, begin);
+    if (begin > 0) sync_block();
+    recorded.place(m, count);
+    sync_block();
+    recorded.request(p, at, old_record + begin + S::stage, stage_count<S>(pending, begin + S::stage));
 #pragma unroll 1
     for (u32 i = 0; i < count; ++i) {
       f32x4 k[S::vectors];
@@ -207,12 +254,13 @@ NINFERC_DEVICE void decode(const DecodeOperands& p) {
 
   // 2. this step's columns
   for (u32 begin = 0; begin < columns; begin += S::stage) {
-    const u32 count = columns - begin < S::stage ? columns - begin : S::stage;
+    const u32 count = stage_count<S>(columns, begin);
     if (begin > 0) {
       sync_block();
-      stage_columns<S>(p, m, at, new_record, begin, count);
-      sync_block();
+      fresh.place(p, m, at, new_record, begin, count);
     }
+    if (begin > 0 || pending == 0) sync_block();
+    fresh.request(p, at, begin + S::stage, stage_count<S>(columns, begin + S::stage));
 #pragma unroll 1
     for (u32 i = 0; i < count; ++i) {
       f32x4 k[S::vectors], q[S::vectors];
