@@ -199,7 +199,7 @@ def uses_of(bindings: Mapping[str, Binding], objects: Mapping[str, StoredObject]
         parent = objects[binding.parts[0].object]
         assert isinstance(parent, TensorObject)
         policy = {NVFP4: "AllowA4", FP8: "AllowA8"}.get(parent.format, "A16Only")
-        divisor = divisor_name(parent.name) if "/" in parent.name else ""
+        divisor = divisor_name(parent.name)
         auxiliaries: dict[str, Binding] = {}
         if parent.format == NVFP4 and divisor in objects:
             auxiliaries[DIVISOR_ROLE] = Binding((Part(divisor, 0, 1),), True)

@@ -124,9 +124,9 @@ def plan_objects(
 
 def divisor_name(parent: str) -> str:
     """The input divisor scalar that follows an NVFP4 parent, e.g. `…/mlp/gate_up_projection/input_scale_divisor`."""
-    site, leaf = parent.rsplit("/", 1)
+    site, slash, leaf = parent.rpartition("/")
     kind = {"output": "output", "gate_up": "gate_up", "down": "down"}.get(leaf, "input")
-    return f"{site}/{kind}_projection/input_scale_divisor"
+    return f"{site}{slash}{kind}_projection/input_scale_divisor"
 
 
 def _layer(dims: TextDims, schema: Schema, prefix: str, full: bool) -> Iterator[tuple[str, tuple[int, ...], str]]:

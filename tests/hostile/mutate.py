@@ -105,14 +105,15 @@ def mutate_model(rng: random.Random, model: bytes) -> bytes:
     root = json.loads(raw)
     start = -(-(len(raw) + (32 if version == 3 else 16)) // 4096) * 4096
     payload = bytearray(model[start:])
+    place = next((slice(o["offset"], o["offset"] + o["bytes"]) for o in root["objects"]
+                  if o.get("name") == "model/config.json"), slice(0))  # fmt: skip
+    config = json.loads(payload[place] or b"{}")
     for _ in range(rng.choice((1, 1, 2))):
         if version == 2 and rng.random() < 0.5:
-            entry = next(o for o in root["objects"] if o["name"] == "model/config.json")
-            config = json.loads(payload[entry["offset"] : entry["offset"] + entry["bytes"]])
             container, key = _random_place(rng, config)
             _set(container, key, rng.choice([*NUMBERS, *STRINGS, None, [], {}, {"a": []}]))
-            data = text(config)[: entry["bytes"]].ljust(entry["bytes"])
-            payload[entry["offset"] : entry["offset"] + entry["bytes"]] = data
+            size = place.stop - place.start
+            payload[place] = text(config)[:size].ljust(size)
         else:
             part = rng.choice([root[key] for key in ("components", "objects", "bindings", "uses") if root.get(key)])
             container, key = _random_place(rng, part)

@@ -126,3 +126,20 @@ def test_claims_of_a_registered_name(tmp_path: Path) -> None:
     assert len(found) == 2 and "1124 missing" in found[0] and "1 not expected" in found[1]
     with artifacts.open(tmp_path / "a") as artifact, pytest.raises(IdentityError, match="no parameter"):
         artifact.parameter("text/final_norm")
+
+
+def test_names_without_a_site(tmp_path: Path) -> None:
+    """A bug that fuzzing found, as its whole kind: object names that are no path, in every place that splits names."""
+    names = ["x", "/", "//", "text", "text/", "/layers/", "text/layers/x/mlp/down", "mtp/", "vision/", "dflash/x", "norm1",
+             "\0", "vision/layers/0/attention/qkv", "input_scale_divisor", "/input_scale_divisor",
+             "a_b_projection"]  # fmt: skip
+    for format in ("NVFP4", "BF16", "FP32"):
+        plans = [ObjectPlan(name, (128, 64), format) for name in names]
+        path = tmp_path / format
+        assert cheap(write(path, plans, DIMS.to_config()), deep=True)
+        with artifacts.open(path) as artifact:
+            for name in names:
+                try:
+                    artifact.parameter(name)
+                except ArtifactError as error:
+                    check_message(str(error))

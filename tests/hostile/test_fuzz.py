@@ -3,6 +3,7 @@
 import random
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from artifacts.container.directory_v3 import parse_directory as parse_v3
 from artifacts.container.json_reader import JsonCursor, decode_text
 from artifacts.errors import ArtifactError
 from artifacts.tools.inspect import object_records, summary
+from artifacts.tools.upgrade import plan_upgrade
 from artifacts.tools.verify import verify
 from tests.container.samples import write_v2, write_v3
 from tests.hostile.corpus import small_cases
@@ -22,6 +24,14 @@ from tests.hostile.mutate import mutate, mutate_model
 from tests.hostile.test_corpus import MEMORY_LIMIT, check_message
 
 ERRORS = set(ArtifactError.__subclasses__())
+
+
+def attempt(function: Callable[..., object], *arguments: object) -> None:
+    """Whatever a query of an open artifact meets, it is one of our errors."""
+    try:
+        function(*arguments)
+    except ArtifactError as error:
+        check_message(str(error))
 
 
 def use(path: Path) -> str:
@@ -33,11 +43,13 @@ def use(path: Path) -> str:
             for problem in verify(artifact, deep=True):
                 check_message(problem)
             for name, entry in artifact.objects.items():
-                try:
-                    artifact.object(name)
-                    artifact.read(entry.offset, entry.bytes)
-                except ArtifactError as error:
-                    check_message(str(error))
+                attempt(artifact.object, name)
+                attempt(artifact.read, entry.offset, entry.bytes)
+                attempt(artifact.parameter, name)
+            attempt(artifact.text_config)
+            attempt(plan_upgrade, artifact, "new.ninfer")
+            attempt(lambda: [artifact.parameter(name) for name in artifact.model.bindings])
+            attempt(lambda: [artifact.model.input_divisor(*place) for place in artifact.model.uses])
     except ArtifactError as error:
         assert type(error) in ERRORS
         check_message(str(error))
