@@ -50,16 +50,19 @@ def synthesize(
 ) -> None:
     """Write an artifact of planned objects: resources as given, every tensor from the generator.
 
-    domain: token ids that the tokenizer knows, for the id map of the proposal head. header_only: tensors stay holes
-    of a sparse file. Errors: OutputError, and those of ArtifactWriter.
+    domain: token ids that the tokenizer knows, for the id map of the proposal head. header_only: tensors, scalars
+    excepted, stay holes of a sparse file. Errors: OutputError, and those of ArtifactWriter.
     """
     count = default_threads() if threads is None else threads
     with ArtifactWriter(path, identity, plans, overwrite=overwrite, sparse=header_only) as writer:
         for name, data in resources.items():
             writer.write(name, data)
-        if header_only:
-            return
         tensors = [(i, t) for i, t in enumerate(writer.objects.values()) if isinstance(t, TensorObject)]
+        if header_only:
+            for index, tensor in tensors:
+                if tensor.shape == ():  # divisors: zeros there would be illegal
+                    writer.write(tensor.name, tensor_bytes(tensor, index, seed))
+            return
         total = sum(tensor.bytes for _, tensor in tensors)
         local = threading.local()
 
@@ -145,7 +148,7 @@ def synthesize_registered(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """A registered identity in full size. header_only: only directory and frontend files take disk space.
+    """A registered identity in full size. header_only: only directory, frontend files and scalars take disk space.
 
     Errors: IdentityError for an unknown identity, OutputError.
     """

@@ -20,6 +20,9 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="check and report, write nothing")]
 
 
+SHOWN_PROBLEMS = 20
+
+
 def _note(line: str) -> None:
     print(line, file=sys.stderr)
 
@@ -121,8 +124,10 @@ def verify(
         if len(problems) == 1:
             raise IdentityError(f"{file}: {problems[0]}")
         if problems:
-            for problem in problems:
+            for problem in problems[:SHOWN_PROBLEMS]:
                 _note(f"{file}: {problem}")
+            if len(problems) > SHOWN_PROBLEMS:
+                _note(f"{file}: … and {len(problems) - SHOWN_PROBLEMS} more")
             raise IdentityError(f"{file}: {len(problems)} problems")
         print(f"{file}: version {artifact.version}, {_safe(str(artifact.identity))}, {len(artifact.objects)} objects: sound")
 

@@ -132,6 +132,7 @@ def test_header_only_is_sparse(tmp_path: Path) -> None:
     with artifacts.open(path) as artifact:
         assert artifact.model.registered is registered(Identity("qwen3.8-27b", "nvfp4"))
         assert artifact.directory_digest == "dfb9a418f4a474c0b3709f48e1d4d1f878d54cdae726c042981b16f577875899"
+        assert verify(artifact) == []  # the input divisors are there
         template = artifact.model.frontend("chat_template.jinja")
         assert template is not None and len(template) == 8952
     with pytest.raises(OutputError, match="exists already"):
