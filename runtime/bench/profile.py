@@ -1,6 +1,6 @@
 """Where the time of one step goes: per kernel, alone and inside the graph.
 
-*Isolated* is a graph of that kernel's calls only, *in graph* the time the whole graph loses when these calls are left out:
+*Isolated* is a graph of that kernel's calls between the control nodes, less the control nodes; *in graph* the time the whole graph loses when these calls are left out:
 the difference is what overlaps with neighbours (programmatic edges) or waits for them.
 """
 
@@ -43,18 +43,15 @@ class Profiler:
         packed = [PackedArgs(item.args, backend.argument_address) for item in calls]
         graph = GraphPhase(replace(phase, calls=calls), backend.modules, packed, backend.devices,
                            backend.program.caps.programmatic_edges)  # fmt: skip
-        controlled = phase.calls[keep[0]].ops[0].kind == "begin"
         times = []
         for _ in range(3):
-            if controlled:
-                for lane in range(lanes):
-                    self._bench.set_lane(lane, context, FOREVER, [1] * (steps * phase.width))
+            for lane in range(lanes):
+                self._bench.set_lane(lane, context, FOREVER, [1] * (steps * phase.width))
             start, stop = Event(backend.devices[0]), Event(backend.devices[0])
             start.record()
             for _ in range(steps):
                 graph.launch(backend.devices[0])
-                if controlled:
-                    backend.ingress.step += 1
+                backend.ingress.step += 1
             stop.record()
             times.append(start.seconds_to(stop) / steps)
             backend.wait()
@@ -67,12 +64,15 @@ class Profiler:
         phase = self._backend.program.phases[f"decode{lanes}x{width}"]
         everything = list(range(len(phase.calls)))
         whole = self._time(phase, everything, lanes, context, steps)
+        ends = [everything[0], everything[-1]]
+        empty = self._time(phase, ends, lanes, context, steps)
         out = []
         for entry in dict.fromkeys(item.entry for item in phase.calls):
             mine = [item.index for item in phase.calls if item.entry == entry]
             control = phase.calls[mine[0]].ops[0].kind in ("begin", "advance")
             rest = [i for i in everything if phase.calls[i].entry != entry]
-            isolated = self._time(phase, mine, lanes, context, steps) if not control else 0.0
+            alone = [ends[0], *mine, ends[1]]  # begin lays out the tokens and the work list that kernels read
+            isolated = self._time(phase, alone, lanes, context, steps) - empty if not control else empty
             without = whole if control else self._time(phase, rest, lanes, context, steps)
             costs = [call_cost(self._backend.program, phase, phase.calls[i], context) for i in mine]
             kinds = "+".join(op.kind for op in phase.calls[mine[0]].ops)
