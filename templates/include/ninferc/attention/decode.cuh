@@ -123,8 +123,8 @@ NINFERC_DEVICE void attend(const bf16* qr, i32 qr_stride, const u8* cache, const
   const u32 group_row = lane / 4, pair = lane % 4;
 
   for (u32 i = thread; i < rows * Config::weight_pitch / 4; i += threads) st_shared(weights + 4 * i, 0u);
+  grid_launch_dependents();  // first: a short kernel lets the next one fetch its weights meanwhile
   grid_dependency_wait();
-  grid_launch_dependents();
 
   // The first item is fetched together with the count: the grid is no larger than the table.
   const WorkItem first_item = ld_global<WorkItem>(work + 4 * blockIdx.x);
@@ -316,8 +316,8 @@ template <u32 heads, u32 dim, u32 lane_columns, u32 chunks>
 NINFERC_DEVICE void merge(const f32* partial_o, const f32* partial_ml, const bf16* gate, i32 gate_stride,
                           const i32* lane_ncols, const i32* lane_len, bf16* o, i32 o_stride) {
   static_assert(dim % 4 == 0 && chunks <= 64, "a lane looks after two chunks, a thread after four dimensions");
+  grid_launch_dependents();  // first: a short kernel lets the next one fetch its weights meanwhile
   grid_dependency_wait();
-  grid_launch_dependents();
   const u32 head = blockIdx.x, column = blockIdx.y, batch_lane = column / lane_columns, t = column % lane_columns;
   if (i32(t) >= ld_global<i32>(lane_ncols + batch_lane)) return;
   const u32 length = u32(ld_global<i32>(lane_len + batch_lane)) + t + 1;

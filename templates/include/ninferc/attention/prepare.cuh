@@ -58,8 +58,8 @@ NINFERC_DEVICE void prepare(const bf16* q, i32 q_stride, const bf16* k, i32 k_st
   f32 weight[n];
   if (is_query || is_key) load_bf16(is_query ? wq + first : wk + first, weight);
 
+  grid_launch_dependents();  // first: a short kernel lets the next one fetch its weights meanwhile
   grid_dependency_wait();
-  grid_launch_dependents();
   if (row >= heads + 2 * kv_heads) return;
   const u32 batch_lane = column / lane_columns, t = column % lane_columns;
   if (i32(t) >= ld_global<i32>(lane_ncols + batch_lane)) return;

@@ -85,8 +85,8 @@ NINFERC_DEVICE void conv_decode(const ConvOperands& p) {
   const u32 lane = blockIdx.y;
   const bool owner = channel < p.channels;
   const Taps<vector> taps(p.w, p.channels, owner ? channel : 0);
+  grid_launch_dependents();  // first: a short kernel lets the next one fetch its weights meanwhile
   grid_dependency_wait();
-  grid_launch_dependents();
   if (!owner) return;
   const Slot s = read_slot(p.lane_slot, p.lane_ncols, p.lane_len, p.slot_pending, lane);
   if (s.columns == 0) return;

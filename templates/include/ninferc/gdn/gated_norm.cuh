@@ -26,8 +26,8 @@ NINFERC_DEVICE void gated_norm(const bf16* o, i32 o_stride, const bf16* z, i32 z
   const bool active = column < u32(columns) && part * 8 < dim;
   u32x4 weight{};
   if (active) weight = ld_nc<u32x4>(w + part * 8);
+  grid_launch_dependents();  // first: a short kernel lets the next one fetch its weights meanwhile
   grid_dependency_wait();
-  grid_launch_dependents();
   u32x4 value{}, gate{};
   if (active) {
     const u32 offset = head * dim + part * 8;

@@ -63,8 +63,8 @@ NINFERC_DEVICE void gates(const GateOperands& p) {
   u32x4 b[batch][tiles];
 #pragma unroll
   for (u32 i = 0; i < batch; ++i) load_weights(b[i], begin + i);
+  grid_launch_dependents();  // first: a short kernel lets the next one fetch its weights meanwhile
   grid_dependency_wait();
-  grid_launch_dependents();
 
   f32 sum[tiles][4] = {};
   for (u32 g = begin; g < begin + per_warp; g += batch) {

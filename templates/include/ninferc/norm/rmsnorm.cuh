@@ -5,14 +5,38 @@
 
 namespace ninferc {
 
+// The row is read once: all loads are in flight together and stay in registers; the additions are those of sumsq_part.
 template <u32 width>
 NINFERC_DEVICE void rmsnorm_row(const bf16* x, const bf16* w, bf16* y, f32 eps, f32* parts) {
-  parts[warp_id()] = sumsq_part(x, width, warp_id());
+  constexpr u32 pairs = width / 2, rounds = (pairs + 255) / 256;
+  u32 held[rounds], gain[rounds];
+#pragma unroll
+  for (u32 i = 0; i < rounds; ++i) {
+    const u32 pair = i * 256 + threadIdx.x;
+    gain[i] = pair < pairs ? ld_nc<u32>(w + 2 * pair) : 0;
+  }
+  grid_dependency_wait();
+#pragma unroll
+  for (u32 i = 0; i < rounds; ++i) {
+    const u32 pair = i * 256 + threadIdx.x;
+    held[i] = pair < pairs ? ld_global<u32>(x + 2 * pair) : 0;
+  }
+  f32 sum = 0;
+#pragma unroll
+  for (u32 i = 0; i < rounds; ++i) {
+    const f32x2 v = unpack_bf16x2(held[i]);
+    sum = fmaf(v.x, v.x, sum);
+    sum = fmaf(v.y, v.y, sum);
+  }
+  sum = warp_sum(sum);
+  if (lane_id() == 0) parts[warp_id()] = sum;
   sync_block();
   const f32 factor = rms_factor(sumsq_total(parts), width, eps);
-  for (u32 pair = threadIdx.x; pair < width / 2; pair += 256) {
-    const f32x2 v = unpack_bf16x2(ld_global<u32>(x + 2 * pair)), g = unpack_bf16x2(ld_nc<u32>(w + 2 * pair));
-    st_global(y + 2 * pair, pack_bf16x2(offset_norm(v.x, factor, g.x), offset_norm(v.y, factor, g.y)));
+#pragma unroll
+  for (u32 i = 0; i < rounds; ++i) {
+    const u32 pair = i * 256 + threadIdx.x;
+    const f32x2 v = unpack_bf16x2(held[i]), g = unpack_bf16x2(gain[i]);
+    if (pair < pairs) st_global(y + 2 * pair, pack_bf16x2(offset_norm(v.x, factor, g.x), offset_norm(v.y, factor, g.y)));
   }
 }
 
