@@ -107,7 +107,7 @@ def variants(product: Product, caps: DeviceCaps, count: int, around: bool) -> It
 
 
 def _kind(tile: Tile) -> tuple[Any, ...]:
-    return tile.mtiles, tile.warps_r * tile.warps_k, tile.resident, tile.blocks_per_sm
+    return tile.mtiles, tile.warps_r * tile.warps_k, tile.resident, tile.blocks_per_sm, tile.split
 
 
 class Bench:
@@ -135,6 +135,7 @@ class Bench:
         self.divisor = self.small + (6 << 20)
         device.upload(self.divisor, np.array([1000.0], np.float32))
         self.y = self.small + (8 << 20)
+        self.partials, self.arrivals = device.allocate(1 << 26, "partial sums"), device.allocate(1 << 20, "counters")
         self.roofline = 0.0
 
     def _fill(self, address: int, nbytes: int, block: Any) -> None:
@@ -166,7 +167,8 @@ class Bench:
             high = self.pools["codes"] + (POOL // 2 + copy * (stride // 4) & ~0xFF)
             scale = self.scales + (copy * (SCALES - (1 << 27)) // copies & ~0xFF)
             pointers = {"x": self.x, "w_codes": base, "w_high": high, "w_scales": scale, "w_divisor": self.divisor,
-                        "residual": self.residual, "y": self.y, "norm_w": self.x}  # fmt: skip
+                        "residual": self.residual, "y": self.y, "norm_w": self.x, "partials": self.partials,
+                        "arrivals": self.arrivals}  # fmt: skip
             numbers: dict[str, float] = {"x_stride": product.k, "residual_stride": product.outputs,
                                          "y_stride": product.outputs, **case.spec.scalars}  # fmt: skip
             args = tuple(
@@ -218,7 +220,7 @@ class Bench:
         total = weight_bytes(product) + x_bytes + y_bytes * (2 if product.epilogue == "residual" else 1)
         # enough launches for the ends of the graph not to matter, and for the copies to exceed the L2 cache
         most = POOL // weight_bytes(product)
-        copies = max(3, min(most, 24, max(-(-(3 << 26) // weight_bytes(product)), (600 << 20) // weight_bytes(product))))
+        copies = max(3, min(most, 24, max(-(-(3 << 26) // weight_bytes(product)), (1500 << 20) // weight_bytes(product))))
         args = self.arguments(case, copies)
         seconds = self.time(case.spec, cubin, args, 5)
         digest = hashlib.sha256(self.device.download(self.y, y_bytes).tobytes()).hexdigest()[:16]
@@ -232,7 +234,7 @@ class Bench:
 
 def spell(tile: dict[str, Any]) -> str:
     return (f"m{tile['mtiles']} {tile['warps_r']}x{tile['warps_k']} s{tile['stages']} {'res' if tile['resident'] else 'ring'} "
-            f"b{tile['blocks_per_sm']} {tile['release']}")  # fmt: skip
+            f"b{tile['blocks_per_sm']}{' split' if tile['split'] else ''} {tile['release']}")  # fmt: skip
 
 
 def main() -> int:

@@ -83,7 +83,7 @@ class Product:
 @dataclass(frozen=True)
 class Tile:
     """How it is computed: see geometry.cuh. ``blocks_per_sm``: resident blocks that the grid is sized for (0: one block
-    per tile). ``release``: when dependents may start: early, late or end."""
+    per tile). ``split``: a block computes one segment. ``release``: when dependents may start: early, late or end."""
 
     mtiles: int
     warps_r: int
@@ -91,6 +91,7 @@ class Tile:
     stages: int
     resident: bool
     blocks_per_sm: int
+    split: bool = False
     release: str = "late"
 
 
@@ -101,14 +102,34 @@ def slices_of(k_segment: int) -> int:
     return min(allowed, key=lambda s: (ceil(chunks / s) * s, -s))
 
 
+def block_segments(product: Product, tile: Tile) -> int:
+    """Segments that one block computes."""
+    return 1 if tile.split else product.segments
+
+
+def units_of(product: Product, tile: Tile) -> int:
+    """Accumulator tiles (16 rows x 8 columns) of one tile."""
+    return tile.mtiles * ceil(product.block_columns / 8)
+
+
+def sharers_of(product: Product, tile: Tile) -> int:
+    """Blocks that work on one tile: parts of its columns, its segments."""
+    return product.bucket // product.block_columns * (product.segments if tile.split else 1)
+
+
+def tiles_of(product: Product, tile: Tile) -> int:
+    """Tiles of the product."""
+    return ceil(product.row_tiles / (tile.mtiles // 2 if product.epilogue == "swiglu" else tile.mtiles))
+
+
 def shared_bytes(product: Product, tile: Tile) -> int:
     """Dynamic shared memory of a block (LinearGeometry::smem_bytes; the template asserts that they agree)."""
     _, code_bytes, high_pitch, scale_bytes = FORMATS[product.format]
     stage = tile.mtiles * (16 * code_bytes + 16 * high_pitch + scale_bytes)
-    units = tile.mtiles * ceil(product.block_columns / 8)
-    sums = product.segments * product.slices * units * 512 if tile.warps_k > 1 else 0
+    segments = block_segments(product, tile)
+    sums = segments * product.slices * units_of(product, tile) * 512 if tile.warps_k > 1 else 0
     if tile.resident:
-        x = product.block_columns * (product.segments * product.chunks * 256 + 64)
+        x = product.block_columns * (segments * product.chunks * 256 + 64)
     else:
         x = tile.stages * tile.warps_k * product.block_columns * 320
     norm = product.block_columns * 36 if product.norm else 0
@@ -137,11 +158,13 @@ def problem(product: Product, caps: DeviceCaps) -> str | None:
 
 def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
     """Whether the tile is legal for the product and its shared memory available ``blocks_per_sm`` times."""
-    warps, all_slices = tile.warps_r * tile.warps_k, product.segments * product.slices
+    warps, all_slices = tile.warps_r * tile.warps_k, block_segments(product, tile) * product.slices
     subtiles = tile.mtiles // 2 if product.epilogue == "swiglu" else tile.mtiles
     if all_slices % tile.warps_k or warps > 32 or tile.warps_r + tile.warps_k > 15 or subtiles < 1:
         return False
     if tile.stages < (2 if tile.resident else 3) or (product.norm and not tile.resident):
+        return False
+    if tile.split and (product.segments == 1 or product.epilogue == "swiglu" or product.norm):
         return False
     smem = shared_bytes(product, tile)
     return smem <= caps.smem_block and max(1, tile.blocks_per_sm) * (smem + 1024) <= caps.smem_sm
@@ -150,43 +173,44 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
 def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
     """All legal tiles of a wide net."""
     unit = 2 if product.epilogue == "swiglu" else 1
-    all_slices = product.segments * product.slices
-    spread = [k for k in range(all_slices, 0, -1) if all_slices % k == 0]
     release = "early" if weight_bytes(product) < EARLY_RELEASE else "late"
     few = product.bucket <= 8
-    for warps_r, warps_k, stages, blocks in itertools.product(range(1, 13), spread, (2, 3, 4, 6), (0, 1, 2, 3)):
-        if warps_r * warps_k > 24 or (few and warps_r > 4 and warps_k > 1):
-            continue
-        for mtiles, resident in ((unit, True), (unit, False), (2 * unit, True), (2 * unit, False)) if few else ((unit, False),):
-            tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, release)
-            if fits(product, tile, caps):
-                yield tile
+    for split in (False, True) if product.segments > 1 else (False,):
+        all_slices = product.slices * (1 if split else product.segments)
+        spread = [k for k in range(all_slices, 0, -1) if all_slices % k == 0]
+        for warps_r, warps_k, stages, blocks in itertools.product(range(1, 13), spread, (2, 3, 4, 6), (0, 1, 2, 3)):
+            if warps_r * warps_k > 24 or (few and warps_r > 6 and warps_k > 1):
+                continue
+            for mtiles in (unit, 2 * unit) if few else (unit,):
+                for resident in (True, False) if few else (False,):
+                    tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, split, release)
+                    if fits(product, tile, caps):
+                        yield tile
 
 
 def _slowdown(product: Product, tile: Tile, caps: DeviceCaps) -> float:
-    """Rough estimate of a tile's time over that of streaming the weights; the weights of its terms come from an H200."""
-    subtiles = tile.mtiles // 2 if product.epilogue == "swiglu" else tile.mtiles
-    column_blocks = product.bucket // product.block_columns
-    blocks = ceil(product.row_tiles / (subtiles * tile.warps_r)) * column_blocks
+    """Rough estimate of a tile's time over that of streaming the weights, with terms weighted for an H200."""
+    blocks = ceil(tiles_of(product, tile) / tile.warps_r) * sharers_of(product, tile)
     own_warps = tile.warps_r * tile.warps_k
     # Blocks that one multiprocessor holds: by shared memory, and by registers at about 80 per thread (wide: 128 and more).
     room = min(caps.smem_sm // (shared_bytes(product, tile) + 1024), (24 if product.bucket <= 8 else 16) // own_warps or 1)
     together = min(tile.blocks_per_sm or room, room, ceil(blocks / caps.sms))
     warps = together * own_warps
     waves = blocks / (together * caps.sms)
+    # The busiest multiprocessor against the average one: unpacking takes most of its issue slots.
+    share = ceil(blocks / caps.sms) / (blocks / caps.sms) if waves <= 1 else ceil(waves) / waves
     _, code_bytes, high_pitch, scale_bytes = FORMATS[product.format]
     stage = tile.mtiles * (16 * code_bytes + 16 * high_pitch + scale_bytes)
     flight = warps * (tile.stages - (1.25 if tile.resident else 2.25)) * stage
     wanted = min(48 << 10, caps.smem_sm // 3)
     walks = tile.blocks_per_sm > 0 or waves <= 1  # else a block ends, and the next begins with an empty ring
     x_reads = min(blocks, together * caps.sms) if tile.resident and walks else blocks
-    x_bytes = x_reads * 2 * product.block_columns * product.k
-    # The last wave runs on part of the card; the others still have the memory to themselves.
-    cost = 1 + 0.5 * (ceil(waves) / waves - 1) + max(0.0, 0.4 * (wanted / flight - 1))
-    cost += 0.5 * x_bytes / weight_bytes(product) + (0 if tile.resident else 0.08)
-    cost += max(0.0, 0.02 * (14 - warps)) + (0 if walks else 0.05)
-    cost += 0.1 if tile.warps_k < min(4, product.segments * product.slices) and product.bucket <= 8 else 0
-    return cost + 0.01 * (tile.mtiles + tile.warps_r) + (0.0003 * flight / 1024 if flight > 2 * wanted else 0)
+    x_bytes = x_reads * 2 * product.block_columns * product.k * block_segments(product, tile) // product.segments
+    cost = 1 + 0.5 * (share - 1) + max(0.0, 0.4 * (wanted / flight - 1))
+    cost += 0.5 * x_bytes / weight_bytes(product) + (0 if tile.resident else 0.15) + (0.03 if tile.split else 0)
+    cost += max(0.0, 0.02 * (14 - warps)) + (0 if walks else 0.05) + (0.05 if tile.mtiles == 1 else 0)
+    cost += 0.1 if tile.warps_k < min(4, product.slices) and product.bucket <= 8 else 0
+    return cost + 0.005 * (tile.mtiles + tile.warps_r) + (0.0003 * flight / 1024 if flight > 2 * wanted else 0)
 
 
 def candidates(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
@@ -219,12 +243,11 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         raise IRError(f"product: {reason}")
     if not fits(product, tile, caps):
         raise IRError(f"product [{product.n}, {product.k}]: tile {tile} does not fit {caps.arch}")
-    swiglu, norm = product.epilogue == "swiglu", product.norm
-    subtiles = tile.mtiles // 2 if swiglu else tile.mtiles
-    blocks, column_blocks = ceil(product.row_tiles / (subtiles * tile.warps_r)), product.bucket // product.block_columns
+    norm, sharers = product.norm, sharers_of(product, tile)
+    blocks = ceil(tiles_of(product, tile) / tile.warps_r)
     if tile.blocks_per_sm:
-        blocks = min(blocks, max(1, caps.sms * tile.blocks_per_sm // column_blocks))
-    blocks *= column_blocks
+        blocks = min(blocks, max(1, caps.sms * tile.blocks_per_sm // sharers))
+    blocks *= sharers
     threads, smem = 32 * tile.warps_r * tile.warps_k, shared_bytes(product, tile)
     suffix = {"store": "", "store_f32": "_f32", "swiglu": "_swiglu", "residual": "_residual"}[product.epilogue]
     if product.segments > 1:
@@ -235,6 +258,11 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         args.append("norm_w")
     if product.epilogue == "residual":
         args += ["residual", "residual_stride"]
+    scratch: dict[str, int] = {}
+    if tile.split:
+        units = tiles_of(product, tile) * units_of(product, tile) * (product.bucket // product.block_columns)
+        scratch = {"partials": product.segments * units * 512, "arrivals": units * 4}
+        args += scratch
     args += ["y", "y_stride", "columns"]
     if norm:
         args.append("eps")
@@ -244,18 +272,22 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         f"_{caps.arch.replace('_', '')}",
         template="linear_columns.cu.j2",
         params={"format": product.kernel_format, "n": product.n, "k": product.k, "bucket": product.block_columns,
-                "column_blocks": column_blocks, "segments": product.segments, "slices": product.slices,
-                "mtiles": tile.mtiles, "warps_r": tile.warps_r, "warps_k": tile.warps_k, "stages": tile.stages,
-                "resident": tile.resident, "norm": norm, "epilogue": product.epilogue, "release": tile.release,
-                "threads": threads, "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
+                "column_blocks": product.bucket // product.block_columns, "segments": product.segments,
+                "slices": product.slices, "mtiles": tile.mtiles, "warps_r": tile.warps_r, "warps_k": tile.warps_k,
+                "stages": tile.stages, "resident": tile.resident, "split": tile.split, "norm": norm,
+                "epilogue": product.epilogue, "release": tile.release, "threads": threads, "smem": smem,
+                "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
         grid=(blocks, 1, 1),
         block=threads,
         smem=smem,
         args=tuple(args),
         scalars=scalars,
+        scratch=scratch,
+        zeroed=frozenset({"arrivals"}) if tile.split else frozenset(),
         reason=f"{blocks} blocks of {tile.warps_r} x {tile.warps_k} warps, {16 * tile.mtiles} rows a tile, K in "
         f"{product.segments * product.slices} slices, {tile.stages} stages, activations "
-        f"{'resident' if tile.resident else 'streamed'}, dependents released {tile.release}",
+        f"{'resident' if tile.resident else 'streamed'}{', a segment per block' if tile.split else ''}, dependents released "
+        f"{tile.release}",
     )
 
 

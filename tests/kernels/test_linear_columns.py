@@ -62,16 +62,17 @@ def launch_spec(backend: Any, spec: KernelSpec, product: Product, weights: Weigh
 
     wide_x = padded(x)
     y = poisoned((product.columns, product.outputs + pad), "f32" if product.epilogue == "store_f32" else "bf16")
-    args: list[Any] = [wide_x, wide_x.shape[1], *weights.pointers()]
-    if norm_w is not None:
-        args.append(norm_w)
+    values: dict[str, Any] = {"x": wide_x, "x_stride": wide_x.shape[1], "norm_w": norm_w, "y": y, "y_stride": y.shape[1],
+                              **spec.scalars}  # fmt: skip
+    values |= zip(("w_codes", "w_high", "w_scales", "w_divisor"), weights.pointers(), strict=True)
     if residual is not None:
-        wide_residual = padded(residual)
-        args += [wide_residual, wide_residual.shape[1]]
-    args += [y, y.shape[1], product.columns]
-    if norm_w is not None:
-        args.append(EPS)
-    backend.launch(spec, render(spec.template, spec.entry, spec.params), args)
+        values["residual"] = padded(residual)
+        values["residual_stride"] = values["residual"].shape[1]
+    for name, nbytes in spec.scratch.items():
+        values[name] = np.full(nbytes, 0 if name in spec.zeroed else 0xFF, np.uint8)
+    backend.launch(spec, render(spec.template, spec.entry, spec.params), [values[name] for name in spec.args])
+    for name in spec.zeroed:
+        assert not values[name].any(), f"{name} is not left zero"
     untouched = y.view(np.uint8).reshape(product.columns, -1)[:, product.outputs * y.itemsize :]
     assert np.all(untouched == 0xFF)
     return y[:, : product.outputs]
@@ -128,6 +129,8 @@ def test_half_k_launches_add_up_to_the_full_product(kernel_backend: Any, format:
     weights, x, residual = (random_weights(rng, format, n, 2560), activations(rng, 2, 2560), activations(rng, 2, n))
     y = launch(kernel_backend, full, weights, x, residual=residual)
     assert_close_to_fp64(y, reference(full, weights, x, residual), "bf16")
+    split = Tile(1, 1, 2, 3, True, 0, split=True)
+    assert np.array_equal(y, launch(kernel_backend, full, weights, x, split, residual))
     half = replace(full, k=1280, segments=1, epilogue="store_f32")
     first, second = (
         launch(kernel_backend, half, weights.columns(b, b + 1280), np.ascontiguousarray(x[:, b : b + 1280]))
@@ -153,6 +156,25 @@ def test_bits_do_not_depend_on_the_tile(kernel_backend: Any, format: str, column
     assert_close_to_fp64(outputs[0], reference(product, weights, x), "bf16")
     for other in outputs[1:]:
         assert np.array_equal(outputs[0], other)
+
+
+@pytest.mark.parametrize("tile", [
+    Tile(1, 2, 2, 3, True, 0), Tile(1, 2, 1, 3, True, 1, split=True), Tile(2, 1, 2, 3, False, 0, split=True),
+    Tile(1, 3, 1, 3, False, 1, split=True), Tile(1, 4, 4, 3, False, 0),
+])  # fmt: skip
+@pytest.mark.parametrize("columns", [3, 40])
+def test_bits_do_not_depend_on_who_computes_a_segment(kernel_backend: Any, tile: Tile, columns: int) -> None:
+    """Segments in one block or in several that meet in memory; 40 columns are two blocks of columns."""
+    rng, target = np.random.default_rng(9), caps(kernel_backend.arch, sms=3)
+    product = Product("W8G32_F16S", 80, 2560, columns, 2, "residual")
+    weights, x = random_weights(rng, product.format, 80, 2560), activations(rng, columns, 2560)
+    residual = activations(rng, columns, 80)
+    if not fits(product, tile, target):
+        pytest.skip("the activations of 32 columns are not resident")
+    y = launch_spec(kernel_backend, spec_of(product, tile, target), product, weights, x, residual, pad=8)
+    assert_close_to_fp64(y, reference(product, weights, x, residual), "bf16")
+    plain = launch(kernel_backend, product, weights, x, Tile(1, 1, 1, 3, False, 0), residual)
+    assert np.array_equal(y, plain)
 
 
 ODD = [
@@ -211,6 +233,7 @@ def test_norm_prologue(kernel_backend: Any, columns: int) -> None:
     (Product("NVFP4", 128, 1280, 2), Tile(1, 2, 2, 3, True, 1)),
     (Product("Q5G64_F16S", 128, 1280, 16), Tile(1, 4, 2, 3, False, 1)),
     (Product("W8G32_F16S", 64, 1280, 8), Tile(1, 1, 2, 3, False, 1)),
+    (Product("FP8_E4M3FN_ROW_BF16S", 48, 2560, 2, 2), Tile(1, 2, 2, 3, True, 0, split=True)),
 ])  # fmt: skip
 def test_no_race(product: Product, tile: Tile) -> None:
     """Any order of warps and any landing time of the copies gives the same bits (emulator only)."""

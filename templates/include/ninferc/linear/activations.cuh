@@ -45,17 +45,19 @@ NINFERC_DEVICE u32 norm_pair(u32 x, u32 w, f32 factor) {
   return pack_bf16x2(offset_norm(a.x, factor, b.x), offset_norm(a.y, factor, b.y));
 }
 
-// Brings all activations into shared memory, normalised if the geometry says so, by all threads; ends with a barrier.
+// Brings the activations of the block's segments into shared memory, normalised if the geometry says so, by all threads;
+// ends with a barrier.
 template <class G>
-NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, const bf16* norm_w, f32* norm_scratch, f32 eps) {
+NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, u32 first_chunk, const bf16* norm_w, f32* norm_scratch,
+                                   f32 eps) {
   if constexpr (G::norm) norm_factors<G>(norm_scratch, in, eps);
-  constexpr u32 pieces = G::segments * G::chunks * 16, total = G::bucket * pieces;
+  constexpr u32 pieces = G::block_segments * G::chunks * 16, total = G::bucket * pieces;
   constexpr u32 batch = total >= 4 * G::threads ? 4 : ceil_div(total, G::threads);
   for (u32 first = threadIdx.x; first < total; first += batch * G::threads) {
     u32x4 x[batch], w[batch];
 #pragma unroll
     for (u32 i = 0; i < batch; ++i) {  // all loads of a batch before the first store
-      const u32 index = first + i * G::threads, number = index % pieces / 16;
+      const u32 index = first + i * G::threads, number = first_chunk + index % pieces / 16;
       const u32 k = G::chunk_begin(number) + index % 16 * 8;
       const bool inside = index < total && (G::whole_x || k < G::chunk_end(number));
       x[i] = inside ? ld_global<u32x4>(in.at(index / pieces, k)) : u32x4{0, 0, 0, 0};

@@ -12,16 +12,17 @@ namespace ninferc {
 // Where a warp is in its sequence of chunks: tile after tile, of each its slices in turn, of these chunk by chunk.
 template <class G>
 struct ChunkWalk {
-  u32 warp_k, tile, tile_step;
+  u32 first_chunk, warp_k, tile, tile_step;
   u32 slice, number, left;  // of this slice: the chunk's number over all segments, chunks from it to the end
 
-  NINFERC_DEVICE ChunkWalk(u32 warp_k_, u32 first_tile, u32 tile_step_)
-      : warp_k(warp_k_), tile(first_tile), tile_step(tile_step_), slice(warp_k_) {
+  // `first_chunk_`: of the block's first segment.
+  NINFERC_DEVICE ChunkWalk(u32 first_chunk_, u32 warp_k_, u32 first_tile, u32 tile_step_)
+      : first_chunk(first_chunk_), warp_k(warp_k_), tile(first_tile), tile_step(tile_step_), slice(warp_k_) {
     begin_slice();
   }
   NINFERC_DEVICE void begin_slice() {
     const u32 first = slice % G::slices;
-    number = slice / G::slices * G::chunks + first;
+    number = first_chunk + slice / G::slices * G::chunks + first;
     left = G::chunks % G::slices == 0 ? G::chunks / G::slices : (G::chunks - first + G::slices - 1) / G::slices;
   }
   // True when another slice begins.
@@ -50,8 +51,10 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
 
   // Tiles are dealt to blocks first, so that every block has work before any has twice.  Warps that share a ring of
   // activations walk in step, past the last tile if need be: then without copies and without storing.
-  const u32 blocks = gridDim.x / G::column_blocks, tile_step = blocks * G::warps_r;
-  const u32 first_tile = warp_r * blocks + blockIdx.x / G::column_blocks;
+  constexpr u32 sharers = G::column_blocks * (G::split ? G::segments : 1);  // neighbouring blocks of one tile
+  const u32 blocks = gridDim.x / sharers, tile_step = blocks * G::warps_r;
+  const u32 first_tile = warp_r * blocks + blockIdx.x / sharers;
+  const u32 segment = G::split ? blockIdx.x / G::column_blocks % G::segments : 0, first_chunk = segment * G::chunks;
   const u32 end_tile = G::resident ? G::tiles : ceil_div(G::tiles, tile_step) * tile_step;
 
   if constexpr (G::column_blocks > 1) {
@@ -61,7 +64,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   const Activations in{args.x, args.x_stride, args.columns, args.first_column};
   const ActivationCopier<G> x_copier{in, warp_r * 32 + lane_id()};
   WeightCopier<G> w_copier(args.codes, args.high, args.scales);
-  ChunkWalk<G> next(warp_k, first_tile, tile_step);
+  ChunkWalk<G> next(first_chunk, warp_k, first_tile, tile_step);
   if (next.tile < G::tiles) w_copier.seek(next.tile, next.number);
   const auto copy_weights = [&](u32 stage_at) {
     if (next.tile < G::tiles) w_copier.copy(stage_at);
@@ -81,9 +84,9 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   grid_dependency_wait();
   if constexpr (G::release == Release::early) grid_launch_dependents();
   if constexpr (G::resident) {
-    stage_resident<G>(base + G::x_base, in, args.norm_w, reinterpret_cast<f32*>(smem + G::norm_base), args.eps);
+    stage_resident<G>(base + G::x_base, in, first_chunk, args.norm_w, reinterpret_cast<f32*>(smem + G::norm_base), args.eps);
   } else {
-    ChunkWalk<G> walk(warp_k, first_tile, tile_step);
+    ChunkWalk<G> walk(first_chunk, warp_k, first_tile, tile_step);
 #pragma unroll 1
     for (u32 stage = 0; stage + 1 < stages; ++stage) {
       x_copier.copy(x_stage(stage), walk.number);
@@ -107,13 +110,13 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
       if (tile + tile_step >= end_tile) grid_launch_dependents();
     }
     const u32 sums = base + G::sums_base + (warp_r * G::sums_buffers + buffer) * G::sums_bytes;
-    const LinearEpilogue<G> epilogue{args, tile};
+    const LinearEpilogue<G> epilogue{args, tile, segment};
     RegisterTotal<G> total;
 #pragma unroll 1
     for (u32 slice = warp_k; slice < G::all_slices; slice += G::warps_k) {
       ChunkProduct<G> product;
       product.clear();
-      ChunkWalk<G> here(slice, 0, 0);
+      const ChunkWalk<G> here(0, slice, 0, 0);
       u32 x_chunk = base + G::x_base + here.number * 256 + x_lane;
 #pragma unroll 1
       for (u32 left = here.left; left != 0; --left) {

@@ -1,5 +1,6 @@
 // From slice sums to outputs: slices, segments, row scale or divisor, then swiglu or residual and the one rounding.
 #pragma once
+#include <ninferc/base/grid.cuh>
 #include <ninferc/base/math.cuh>
 #include <ninferc/base/types.cuh>
 #include <ninferc/base/vec.cuh>
@@ -24,6 +25,8 @@ struct LinearArguments {
   u32 residual_stride;
   void* y;
   u32 y_stride;
+  f32* partials;  // split: [segment][block of columns][tile][unit][lane][4]
+  u32* arrivals;  // split: [block of columns][tile][unit], zero before and after
 };
 
 // A unit is a matrix tile of 16 weight rows times eight columns.  Its lane holds four values: rows lane / 4 and
@@ -32,6 +35,7 @@ template <class G>
 struct LinearEpilogue {
   const LinearArguments& args;
   u32 tile;
+  u32 segment;  // split: of this block
 
   // Outputs past the end are recognised in output_row; the weight rows that stand in for them are those of the copier.
   NINFERC_DEVICE u32 output_row(u32 group, u32 half) const {
@@ -55,6 +59,32 @@ struct LinearEpilogue {
 #pragma unroll
       for (u32 e = 0; e < 4; ++e) v[e] = v[e] * G::Traits::unit / divisor;
     }
+  }
+
+  // The sum of this block's segments: stored, or left for the last segment of the unit to arrive, which adds all of them.
+  NINFERC_DEVICE void deliver(f32 (&v)[4], const f32 (&up)[4], u32 group, u32 t) const {
+    if constexpr (G::split) {
+      const u32 units = G::column_blocks * G::tiles * G::units;
+      const u32 unit = (args.first_column / G::bucket * G::tiles + tile) * G::units + group * G::ntiles + t;
+      f32x4* mine = reinterpret_cast<f32x4*>(args.partials) + (u64(segment) * units + unit) * 32 + lane_id();
+      st_global(mine, f32x4{v[0], v[1], v[2], v[3]});
+      fence_gpu();
+      sync_warp();
+      u32 before = 0;
+      if (lane_id() == 0) before = atomic_add_acq_rel_gpu(args.arrivals + unit, 1);
+      if (shfl(before, 0) != G::segments - 1) return;
+      fence_gpu();
+#pragma unroll
+      for (u32 s = 0; s < G::segments; ++s) {
+        const f32x4 part = ld_cg<f32x4>(reinterpret_cast<f32x4*>(args.partials) + (u64(s) * units + unit) * 32 + lane_id());
+        v[0] = s == 0 ? part.x : v[0] + part.x;
+        v[1] = s == 0 ? part.y : v[1] + part.y;
+        v[2] = s == 0 ? part.z : v[2] + part.z;
+        v[3] = s == 0 ? part.w : v[3] + part.w;
+      }
+      if (lane_id() == 0) st_global<u32>(args.arrivals + unit, 0);
+    }
+    store(v, up, group, t);
   }
 
   // The outputs of a group of matrix tiles: one tile, or a gate and an up tile.
@@ -105,14 +135,14 @@ struct SharedTotal {
         const u32 m = group * group_tiles + i;
         total(epilogue, sums + (m * G::ntiles + t) * 512 + lane_id() * 16, m, v[i]);
       }
-      epilogue.store(v[0], v[group_tiles - 1], group, t);
+      epilogue.deliver(v[0], v[group_tiles - 1], group, t);
     }
   }
 
  private:
   static NINFERC_DEVICE void total(const LinearEpilogue<G>& epilogue, u32 at, u32 m, f32 (&total)[4]) {
 #pragma unroll
-    for (u32 segment = 0; segment < G::segments; ++segment) {
+    for (u32 segment = 0; segment < G::block_segments; ++segment) {
       f32 v[4] = {0, 0, 0, 0};
 #pragma unroll
       for (u32 s = 0; s < G::slices; ++s) {
@@ -134,7 +164,8 @@ template <class G>
 struct RegisterTotal {
   static constexpr u32 group_tiles = G::swiglu ? 2 : 1;
   f32 sum[G::mtiles][G::ntiles][4];    // of the segment; with one segment of everything
-  f32 total[G::segments == 1 ? 1 : G::mtiles][G::segments == 1 ? 1 : G::ntiles][4];  // of the segments before
+  static constexpr bool one_segment = G::block_segments == 1;
+  f32 total[one_segment ? 1 : G::mtiles][one_segment ? 1 : G::ntiles][4];  // of the segments before
 
   NINFERC_DEVICE void add(const LinearEpilogue<G>& epilogue, const ChunkProduct<G>& product, u32 slice) {
     const u32 segment = slice / G::slices, s = slice % G::slices;
@@ -144,7 +175,7 @@ struct RegisterTotal {
       for (u32 t = 0; t < G::ntiles; ++t) {
 #pragma unroll
         for (u32 e = 0; e < 4; ++e) sum[m][t][e] = s == 0 ? product.sum[m][t][e] : sum[m][t][e] + product.sum[m][t][e];
-        if constexpr (G::segments > 1) {
+        if constexpr (!one_segment) {
           if (s != G::slices - 1) continue;
           epilogue.finish_segment(sum[m][t], m);
 #pragma unroll
@@ -159,12 +190,12 @@ struct RegisterTotal {
 #pragma unroll
       for (u32 t = 0; t < G::ntiles; ++t) {
         const u32 first = group * group_tiles, last = first + group_tiles - 1;
-        if constexpr (G::segments > 1) {
+        if constexpr (!one_segment) {
           epilogue.store(total[first][t], total[last][t], group, t);
         } else {
 #pragma unroll
           for (u32 m = first; m <= last; ++m) epilogue.finish_segment(sum[m][t], m);
-          epilogue.store(sum[first][t], sum[last][t], group, t);
+          epilogue.deliver(sum[first][t], sum[last][t], group, t);
         }
       }
     }

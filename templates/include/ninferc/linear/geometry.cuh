@@ -9,7 +9,8 @@
 // warps_r x warps_k warps works on warps_r tiles at once, with the slices of each spread over warps_k warps; it walks over
 // tiles with the stride of the grid.  Each warp streams its weights through a ring of `stages` chunks in shared memory.  A
 // block has at most 32 columns: for more, `column_blocks` neighbouring blocks take the same tile, and all but one find its
-// weights in the L2 cache.
+// weights in the L2 cache.  With `split` a block computes one segment only; the segments of a tile meet in global memory,
+// where the last to arrive adds them up: smaller pieces to deal to the multiprocessors, and half the activations in each.
 #pragma once
 #include <ninferc/base/types.cuh>
 #include <ninferc/codec/format.cuh>
@@ -20,7 +21,8 @@ enum class Epilogue : u32 { store, store_f32, swiglu, residual };
 // When dependent kernels may start: at once (short kernels), with the block's last tile, or at the end of the kernel.
 enum class Release : u32 { early, late, end };
 
-// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, norm, release.
+// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, split,
+// norm, release.
 template <class Config>
 struct LinearGeometry : Config {
   using Traits = FormatTraits<Config::format>;
@@ -38,7 +40,8 @@ struct LinearGeometry : Config {
 
   static constexpr u32 k_segment = k / segments;
   static constexpr u32 chunks = ceil_div(k_segment, 128u);  // of one segment
-  static constexpr u32 all_slices = segments * slices;
+  static constexpr u32 block_segments = Config::split ? 1 : segments;
+  static constexpr u32 all_slices = block_segments * slices;  // of a block
   static constexpr u32 slices_per_warp = all_slices / warps_k;
   // Grouped integer planes are padded to 128 columns; elsewhere the last chunk may be cut short.
   static constexpr bool whole_x = k_segment % 128 == 0;
@@ -58,7 +61,7 @@ struct LinearGeometry : Config {
   static constexpr u32 stage_bytes = scale_offset + mtiles * scale_bytes;
 
   // Activations, 256 bytes per column and chunk.  Columns lie 64 bytes past a multiple of 128 apart: no bank conflicts.
-  static constexpr u32 x_pitch = (Config::resident ? segments * chunks * 256 : 256) + 64;
+  static constexpr u32 x_pitch = (Config::resident ? block_segments * chunks * 256 : 256) + 64;
   static constexpr u32 x_bytes = Config::bucket * x_pitch;  // resident: once per block; else per stage and warp of K
 
   // Slice sums of one tile: a matrix tile is 512 bytes.
@@ -81,6 +84,7 @@ struct LinearGeometry : Config {
   static_assert(slices <= chunks && (!swiglu || (mtiles % 2 == 0 && n % 2 == 0)), "no empty slice, gate with up");
   static_assert(format != Format::nvfp4 || (outputs % 128 == 0 && 8 % subtiles == 0), "nvfp4 scales come in 128 rows");
   static_assert(Config::resident || Config::stages >= 3, "ordering activations takes one stage of the ring");
+  static_assert(!Config::split || (segments > 1 && !swiglu && !Config::norm), "only rows of parallel parts are split");
   static_assert(!Config::norm || Config::resident, "the norm needs the whole activations");
 
   // Weight row of row r (0..15) of 16-output subtile `subtile`.  nvfp4 takes four rows of each quarter of a block of 128,
