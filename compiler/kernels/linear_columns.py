@@ -15,6 +15,7 @@ from math import ceil
 from compiler.ir.op import Op, require
 from compiler.ir.types import IRError, TensorType
 from compiler.kernels.spec import DeviceCaps, KernelSpec
+from compiler.profiles import tile_fields
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 BLOCK_COLUMNS = 32  # columns of a block: accumulators of more do not fit the registers
@@ -47,6 +48,12 @@ class Product:
     segments: int = 1
     epilogue: str = "store"  # store, store_f32, swiglu, residual
     norm: bool = False  # rmsnorm of x in the prologue
+
+    @property
+    def key(self) -> str:
+        """Name of the product in device profiles; products of a bucket share a tile."""
+        norm = "+norm" if self.norm else ""
+        return f"{self.kernel_format} {self.n}x{self.k} c{self.bucket} s{self.segments} {self.epilogue}{norm}"
 
     @property
     def kernel_format(self) -> str:
@@ -223,7 +230,12 @@ def candidates(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
 
 @cache
 def choose(product: Product, caps: DeviceCaps) -> Tile:
-    """The built-in choice. Raises IRError when no tile fits the target."""
+    """The tile of the device profile where one names the product, else the built-in choice. Raises IRError when no tile
+    fits the target."""
+    if fields := tile_fields(product.key, caps.arch, caps.sms):
+        tuned = Tile(**fields)
+        if fits(product, tuned, caps):
+            return tuned
     tile = min(_tiles(product, caps), key=lambda tile: _slowdown(product, tile, caps), default=None)
     if tile is None:
         raise IRError(f"product [{product.n}, {product.k}] {product.format} at {product.bucket} columns: no tile fits the "
