@@ -13,6 +13,8 @@ from compiler.kernels.spec import KernelSpec
 from compiler.passes import memory
 from compiler.program.model import WORK, Arg, Call, Phase, Placement
 
+CHANNEL = ("outbox", "inbox", "relay", "hang")  # of an exchange: the runtime knows where they lie
+LATE = ("transport", "slot_words")  # numbers that the runtime fills in with its choice of transport
 PLANES = ("codes", "high", "scales", "divisor")
 
 
@@ -73,6 +75,7 @@ class Scheduler:
                     scratch=scratch,
                     internal={name: self.graph.values[name].type for name in sorted(group.internal)},
                     programmatic=self.programmatic,
+                    branch=self._is_branch(group),
                 )
             )
         kept = {name: p for name, p in placements.items() if not name.startswith("call")}
@@ -80,6 +83,10 @@ class Scheduler:
         phase = Phase(self.graph.name, self.graph.phase, self.graph.lanes, self.graph.width, tuple(calls), values, kept,
                       tuple(sorted(self.graph.outputs)))
         return phase, sizes
+
+    def _is_branch(self, group: Group) -> bool:
+        """The gates of GDN are a small product beside the large input projection; both need the norm only."""
+        return self.programmatic and self.graph.phase == "decode" and group.ops[0].kind == "gdn_gates"
 
     def _counters(self, group: Group) -> dict[str, Placement]:
         """Zeroed scratch of a kernel lies outside the arena that calls share: it must still be zero at the next launch."""
@@ -132,6 +139,10 @@ class Scheduler:
                 out.append(Arg(name, "int", number=self.graph.values[ref.value].type.shape[-1]))
             elif name in absent:
                 out.append(Arg(name, "null"))
+            elif name in CHANNEL:
+                out.append(Arg(name, "pointer", name, rank=group.rank))
+            elif name in LATE:
+                out.append(Arg(name, "int"))
             elif name.endswith("_stride") and name[: -len("_stride")] in absent:
                 out.append(Arg(name, "int"))
             else:

@@ -68,6 +68,7 @@ class Call:
     scratch: Mapping[str, Placement] = field(default_factory=dict)
     internal: Mapping[str, TensorType] = field(default_factory=dict)
     programmatic: bool = False
+    branch: bool = False  # beside the chain: needs only its dependencies, and only its dependents need it
 
 
 @dataclass(frozen=True)

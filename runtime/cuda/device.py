@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from compiler.emit.arch import caps, native_arch
+from compiler.emit.arch import ArchError, caps, native_arch
 from compiler.ir.op import Array
 from compiler.kernels.spec import DeviceCaps
 from runtime.cuda.driver import DeviceError, api, call, device_count
@@ -74,9 +74,13 @@ class Device:
         )
 
     def caps(self) -> DeviceCaps:
-        """Capabilities for kernel choice, with the multiprocessors and L2 of this card."""
+        """Capabilities for kernel choice, with the multiprocessors and L2 of this card. Raises DeviceError when it is
+        older than what is supported."""
         info = self.info()
-        return caps(native_arch(*info.capability), info.sms, info.l2_bytes)
+        try:
+            return caps(native_arch(*info.capability), info.sms, info.l2_bytes)
+        except ArchError as error:
+            raise DeviceError(f"device {self.index} ({info.name}): {error}") from error
 
     def allocate(self, nbytes: int, what: str) -> int:
         """Device memory, zeroed. Raises DeviceError naming what is needed and what is free."""

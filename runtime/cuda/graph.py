@@ -1,7 +1,8 @@
 """Build a phase as one CUDA graph, node by node, and launch phases eagerly with the same kernels.
 
-The nodes of a rank form a chain: every kernel fills the device, so nothing is gained from branches, and a chain joins
-any two calls that share a range by a full-completion path. Where the device has programmatic edges, a node may start
+The nodes of a rank form a chain, which joins any two calls that share a range by a full-completion path. A small kernel
+that does not need its predecessor's result is a branch: it starts behind the call it does need, beside the chain, and the
+calls that need it wait for its completion. Where the device has programmatic edges, a node may start
 while its predecessor drains; each block waits (griddepcontrol.wait) before it touches what the predecessor wrote.
 """
 
@@ -24,6 +25,8 @@ class GraphPhase:
         devices[0].activate()
         self._graph = call(driver.cuGraphCreate(0), f"graph {phase.name}")
         last: dict[int, Any] = {}
+        nodes: dict[int, Any] = {}
+        branches: set[int] = set()
         for item, packed in zip(phase.calls, args, strict=True):
             params = driver.CUDA_KERNEL_NODE_PARAMS()
             params.kern = modules.kernels[item.entry]
@@ -38,8 +41,17 @@ class GraphPhase:
                 value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = item.cluster
                 attribute = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
                 call(driver.cuGraphKernelNodeSetAttribute(node, attribute, value), describe(item))
+            nodes[item.index] = node
+            early = programmatic and item.programmatic
+            for before in item.deps:
+                if before in branches and (not item.branch or before != max(item.deps)):
+                    self._join(nodes[before], node, False, describe(item))
+            if item.branch and item.deps and max(item.deps) in nodes:
+                self._join(nodes[max(item.deps)], node, early, describe(item))
+                branches.add(item.index)
+                continue
             if item.rank in last:
-                self._join(last[item.rank], node, programmatic and item.programmatic, describe(item))
+                self._join(last[item.rank], node, early, describe(item))
             last[item.rank] = node
         self._exec = call(driver.cuGraphInstantiate(self._graph, 0), f"graph {phase.name}: instantiate")
         self._name = phase.name
