@@ -14,6 +14,8 @@ BLOCK = 128
 def gated_norm_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps) -> KernelSpec:
     """Kernel of a ``gated_norm`` op: neighbouring lanes share one head of one column, eight values each."""
     columns, heads, dim = types["o"].shape[0], op.int_attr("heads"), op.int_attr("dim")
+    for name, ref in (*op.inputs.items(), *op.outputs.items()):
+        require(ref.offset % 8 == 0, op, f"{name} begins at column {ref.offset}; 16-byte loads need a multiple of 8")
     require(dim % 8 == 0 and dim <= 256, op, f"dim is {dim}; allowed: multiples of 8 up to 256")
     lanes = 1 << max(0, (dim // 8 - 1).bit_length())
     return KernelSpec(

@@ -14,6 +14,8 @@ def head_shape(op: Op) -> tuple[int, int, int, int]:
     hk, hv, dk, dv = (op.int_attr(name) for name in ("key_heads", "value_heads", "dk", "dv"))
     for name, dim in (("dk", dk), ("dv", dv)):
         require(16 <= dim <= 128 and dim % 16 == 0, op, f"{name} is {dim}; allowed: 16, 32, … 128")
+    for name, ref in (*op.inputs.items(), *op.outputs.items()):
+        require(ref.offset % 8 == 0, op, f"{name} begins at column {ref.offset}; 16-byte loads need a multiple of 8")
     return hk, hv, dk, dv
 
 

@@ -22,6 +22,8 @@ def gates_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps) -> Ker
         raise IRError(f"op {op.kind} (layer {op.layer}): {caps.arch} has no bf16 matrix instructions; sm_80 or newer")
     columns, hidden = types["x"].shape
     heads = types["a_log"].shape[0]
+    for name, ref in (*op.inputs.items(), *op.outputs.items()):
+        require(ref.offset % 8 == 0, op, f"{name} begins at column {ref.offset}; 16-byte loads need a multiple of 8")
     require(hidden % 8 == 0, op, f"hidden width {hidden} is not a multiple of 8")
     rows = 2 if columns <= 2 * COLUMN_TILE else min(48, -(-2 * heads // 8) * 8)
     tiles = -(-rows // 8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -98,6 +100,10 @@ def test_what_no_kernel_serves_is_named() -> None:
         recurrent_spec(*site("gdn", 8, phase="decode", **{**HEADS, "dk": 136}), 1, 8, caps("sm_90a"))
     with pytest.raises(IRError, match="bf16 matrix instructions"):
         gates_spec(*site("gdn_gates", 4), caps("sm_75"))
+    op, types = site("gated_norm", 4, eps=1e-6, heads=48, dim=128)
+    shifted = replace(op, inputs={**op.inputs, "z": Ref("z", 4, 6144)})
+    with pytest.raises(IRError, match="z begins at column 4"):
+        gated_norm_spec(shifted, types, caps("sm_90a"))
     with pytest.raises(IRError, match="dim is 260"):
         gated_norm_spec(*site("gated_norm", 4, eps=1e-6, heads=48, dim=260), caps("sm_90a"))
 
