@@ -28,12 +28,23 @@ struct Cell { Record store, load[2]; };
 
 static Cell* shared_cells;
 static u32 shared_cell_count;
+// Per four bytes of shared memory: the last cp.async into it.  Two lanes may copy the same source to the same place.
+struct CopyNote { const void* source; u32 bytes, valid; Record by; };
+static CopyNote* copy_notes;
 static Cell* global_cells[256];
 static u64 image_begin[2], image_end[2];
 
 // An unordered store over another one, until it is known whether it changed the value.
 struct Overwrite { Fiber* fiber; const u8* pointer; u32 bytes; u8 before[16]; Record other; bool shared; int argument; u64 first; };
 static Overwrite overwrite;
+
+// Cells of a block: static memory, then dynamic memory from a multiple of 16.
+static u32 dynamic_cell() { return (engine.static_bytes + 15) / 16 * 16; }
+static u64 cell_of(const void* pointer) {
+  const u8* p = static_cast<const u8*>(pointer);
+  if (p >= engine.static_shared && p < engine.static_shared + engine.static_bytes) return u64(p - engine.static_shared);
+  return u64(p - current()->block->dynamic_shared) + dynamic_cell();
+}
 
 static bool ordered(Record r, const Fiber* f, bool shared) {
   if (r == 0) return true;
@@ -57,7 +68,7 @@ static u64 name_place(u64 i, bool shared, int argument, char* where, u64 room) {
   if (!shared) __builtin_snprintf(where, room, "argument %d", argument);
   else if (i < engine.static_bytes) __builtin_snprintf(where, room, "static shared memory");
   else __builtin_snprintf(where, room, "dynamic shared memory");
-  return shared && i >= engine.static_bytes ? i - engine.static_bytes : i;
+  return shared && i >= engine.static_bytes ? i - dynamic_cell() : i;
 }
 
 // Called before anything else runs after an instrumented store.
@@ -74,14 +85,20 @@ void settle_overwrite() {
   }
 }
 
-static void touch(Cell* cells, u64 first, u64 bytes, bool store, bool shared, int argument, const void* pointer) {
+static void touch(Cell* cells, u64 first, u64 bytes, bool store, bool shared, int argument, const void* pointer,
+                  const Copy* copy = nullptr) {
   Fiber* f = current();
   const Record me = record_of(f);
   char where[64];
   for (u64 i = first; i < first + bytes; ++i) {
     Cell& c = cells[i];
     if (shared && serial_of(c.store) != f->block->serial) c.store = 0;
-    const bool store_ordered = ordered(c.store, f, shared);
+    bool store_ordered = ordered(c.store, f, shared);
+    if (copy && !store_ordered) {
+      const CopyNote& note = copy_notes[(&c - shared_cells) / 4];
+      store_ordered = c.store == note.by && note.bytes == copy->bytes && note.valid == copy->valid &&
+                      (note.source == copy->source || copy->valid == 0);
+    }
     const bool loads_ordered = !store || (ordered(c.load[0], f, shared) && ordered(c.load[1], f, shared));
     if (!store_ordered && store && pointer && bytes <= 16) {
       if (!overwrite.fiber) {
@@ -130,8 +147,9 @@ void start_checks() {
   if (!engine.checked) return;
   dl_iterate_phdr(find_image, &engine);
   dl_iterate_phdr(find_image, reinterpret_cast<void*>(engine.entry));
-  shared_cell_count = engine.static_bytes + engine.dynamic_bytes;
+  shared_cell_count = (dynamic_cell() + engine.dynamic_bytes + 15) / 16 * 16;
   shared_cells = static_cast<Cell*>(calloc(u64(shared_cell_count) * engine.resident + 1, sizeof(Cell)));
+  copy_notes = static_cast<CopyNote*>(calloc(u64(shared_cell_count) * engine.resident / 4 + 1, sizeof(CopyNote)));
   if (engine.region_count > 256) fail("a checked kernel takes at most 256 arrays");
   for (int i = 0; i < engine.region_count; ++i) {
     const Region& r = engine.regions[i];
@@ -140,12 +158,14 @@ void start_checks() {
     if (r.flags & region_writable) global_cells[i] = static_cast<Cell*>(calloc(r.end - r.begin + 1, sizeof(Cell)));
     if ((r.flags & region_writable) && !global_cells[i]) fail("out of memory");
   }
-  if (!shared_cells) fail("out of memory");
+  if (!shared_cells || !copy_notes) fail("out of memory");
 }
 void end_checks() {
   if (!engine.checked) return;
   free(shared_cells);
+  free(copy_notes);
   shared_cells = nullptr;
+  copy_notes = nullptr;
   for (int i = 0; i < engine.region_count && i < 256; ++i) {
     free(global_cells[i]);
     global_cells[i] = nullptr;
@@ -154,12 +174,8 @@ void end_checks() {
 
 // `instrumented`: the store follows in the kernel's own code.
 static void check_shared_access(const void* pointer, u64 bytes, bool store, bool instrumented) {
-  const u8* p = static_cast<const u8*>(pointer);
-  const Block* b = current()->block;
-  Cell* cells = shared_cells + u64(shared_cell_count) * b->slot;
-  if (p >= engine.static_shared && p < engine.static_shared + engine.static_bytes)
-    touch(cells, u64(p - engine.static_shared), bytes, store, true, 0, instrumented ? pointer : nullptr);
-  else touch(cells, u64(p - b->dynamic_shared) + engine.static_bytes, bytes, store, true, 0, instrumented ? pointer : nullptr);
+  Cell* cells = shared_cells + u64(shared_cell_count) * current()->block->slot;
+  touch(cells, cell_of(pointer), bytes, store, true, 0, instrumented ? pointer : nullptr);
 }
 void check_shared(const void* pointer, u64 bytes, bool store) {
   if (!engine.checked) return;
@@ -167,15 +183,26 @@ void check_shared(const void* pointer, u64 bytes, bool store) {
   check_shared_access(pointer, bytes, store, false);
 }
 
+// Called at the issue and at the landing of a cp.async: in between its destination belongs to nobody else.
+void check_copy(const void* pointer, const Copy& copy) {
+  if (!engine.checked) return;
+  settle_overwrite();
+  const Block* b = current()->block;
+  const u64 first = cell_of(pointer);
+  Cell* cells = shared_cells + u64(shared_cell_count) * b->slot;
+  touch(cells, first, copy.bytes, true, true, 0, nullptr, &copy);
+  const u64 base = u64(&cells[first] - shared_cells);
+  for (u64 i = base / 4; i < (base + copy.bytes + 3) / 4; ++i)
+    copy_notes[i] = {copy.source, copy.bytes, copy.valid, record_of(current())};
+}
+
 // A bulk copy is ordered by its mbarrier, whose wait the readers have to make: it must not hit what others still use, and
 // leaves no record of its own.
 void check_bulk_copy(const void* pointer, u64 bytes) {
   if (!engine.checked) return;
   check_shared(pointer, bytes, true);
-  const u8* p = static_cast<const u8*>(pointer);
   const Block* b = current()->block;
-  const bool in_static = p >= engine.static_shared && p < engine.static_shared + engine.static_bytes;
-  const u64 first = in_static ? u64(p - engine.static_shared) : u64(p - b->dynamic_shared) + engine.static_bytes;
+  const u64 first = cell_of(pointer);
   memset(static_cast<void*>(shared_cells + u64(shared_cell_count) * b->slot + first), 0, bytes * sizeof(Cell));
 }
 

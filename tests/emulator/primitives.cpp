@@ -189,11 +189,11 @@ static bool lands_early() {
   }
 }
 
-static void land(u32 destination, const void* source, u32 bytes, u32 valid, const char* name) {
-  u8* to = static_cast<u8*>(ninferc_emulator_shared_pointer(destination, 0, name));
-  check_shared(to, bytes, true);
-  memcpy(to, source, valid);
-  memset(to + valid, 0, bytes - valid);
+static void land(const Copy& copy) {
+  u8* to = static_cast<u8*>(ninferc_emulator_shared_pointer(copy.destination, 0, "cp.async"));
+  check_copy(to, copy);
+  memcpy(to, copy.source, copy.valid);
+  memset(to + copy.valid, 0, copy.bytes - copy.valid);
 }
 
 template <class T>
@@ -446,10 +446,11 @@ void ninferc_emulator_trap(const char* message) { fail("%s", message); }
 // ---- copies ----------------------------------------------------------------------------------------------------
 void ninferc_emulator_cp_async(unsigned destination, const void* source, unsigned bytes, unsigned valid) {
   Fiber* self = current();
-  check_shared(ninferc_emulator_shared_pointer(destination, bytes, "cp.async"), bytes, true);
+  const Copy copy{destination, bytes, valid, self->group, source};
+  check_copy(ninferc_emulator_shared_pointer(destination, bytes, "cp.async"), copy);
   if (valid) ninferc_emulator_check_global(source, bytes, 0, "cp.async");
-  if (lands_early()) land(destination, source, bytes, valid, "cp.async");
-  else append(self->copies, self->copy_count, self->copy_room, Copy{destination, bytes, valid, self->group, source});
+  if (lands_early()) land(copy);
+  else append(self->copies, self->copy_count, self->copy_room, copy);
 }
 void ninferc_emulator_cp_async_commit() { ++current()->group; }
 void ninferc_emulator_cp_async_wait(unsigned pending) {
@@ -457,7 +458,7 @@ void ninferc_emulator_cp_async_wait(unsigned pending) {
   u32 kept = 0;
   for (u32 i = 0; i < self->copy_count; ++i) {
     const Copy& c = self->copies[i];
-    if (u64(c.group) + pending < self->group) land(c.destination, c.source, c.bytes, c.valid, "cp.async");
+    if (u64(c.group) + pending < self->group) land(c);
     else self->copies[kept++] = c;
   }
   self->copy_count = kept;

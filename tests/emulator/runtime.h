@@ -116,6 +116,7 @@ void start_checks();
 void end_checks();
 void settle_overwrite();
 void check_shared(const void* pointer, u64 bytes, bool store);
+void check_copy(const void* pointer, const Copy& copy);
 void check_bulk_copy(const void* pointer, u64 bytes);
 void order_lanes(Warp* warp);
 void order_warps(Block* block, u32 warps);

@@ -82,6 +82,27 @@ def test_asynchronous_pipeline(wait: str, barrier: str, buffers: str, sound: boo
     assert (result == "sound") == sound, result
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("source", "sound"), [("t % 16", True), ("t", False)])
+def test_two_lanes_copy_the_same(source: str, sound: bool, seed: int) -> None:
+    text = HEAD + """
+NINFERC_KERNEL(twice, 32, 1)(const u32x4* in, u32x4* out) {
+  NINFERC_DYNAMIC_SMEM(smem);
+  const u32 t = threadIdx.x;
+  for (u32 round = 0; round < 2; ++round) {
+    cp_async_16(smem + t % 16 * 16, in + SOURCE);
+    cp_async_commit();
+    cp_async_wait<0>();
+    sync_warp();
+    out[t] = ld_shared<u32x4>(smem + (t ^ 1) % 16 * 16);
+    sync_warp();
+  }
+}""".replace("SOURCE", source)
+    data = np.arange(128, dtype=np.uint32)
+    result = verdict(text, 1, 32, [data, poisoned(128, np.uint32)], seed, smem=256)
+    assert (result == "sound") == sound, result
+
+
 RING = HEAD + """
 // Warp 0 loads, warps 1 to 3 consume, over a ring of two buffers with full and empty barriers.
 NINFERC_KERNEL(ring, 128, 1)(const u32* in, u32* out, u32 steps) {
