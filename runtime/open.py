@@ -87,7 +87,8 @@ def compile_to(artifact: artifacts.Artifact, folder: Path, caps: DeviceCaps, opt
 def _templates_digest() -> str:
     digest = hashlib.sha256()
     root = TEMPLATE_DIR.parent
-    files = [*TEMPLATE_DIR.rglob("*.j2"), *TEMPLATE_DIR.rglob("*.cuh"), *(root / "compiler").rglob("*.py")]
+    files = [*TEMPLATE_DIR.rglob("*.j2"), *TEMPLATE_DIR.rglob("*.cuh"), *(root / "compiler").rglob("*.py"),
+             *(root / "compiler").rglob("*.json")]  # fmt: skip
     for file in sorted(files):
         digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()

@@ -83,15 +83,20 @@ def source_key(source: str, arch: str) -> str:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write beside and rename, so that a reader or a second writer never sees half a file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".part-")
+    """Write beside and rename, so that a reader or a second writer never sees half a file. Raises CacheError."""
+    temporary: str | None = None
     try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".part-")
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        temporary = None
+    except OSError as error:
+        raise CacheError(f"cache folder {path.parent}: {error.strerror or error}; make room or set NINFERC_CACHE to another "
+                         "folder") from error  # fmt: skip
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from typing import Annotated
 
 import typer
 
+from compiler import profiles
 from compiler.driver import limits_of, model_of
 from compiler.explain.memory import amount, total_bytes
 from compiler.program.io import check_target
 from runtime.cli import options as opt
 from runtime.cli.io import Diagnostics
 from runtime.cli.load import compile_options, compile_progress, open_artifact
-from runtime.cli.target import compile_target
+from runtime.cli.target import compile_target, gpu_name
 from runtime.open import compile_to
 
 
@@ -29,6 +30,7 @@ def compile_command(
     pairs: opt.Pairs = None,
     kv_capacity: opt.KvCapacity = None,
     jobs: opt.Jobs = None,
+    profile: opt.ProfileFile = None,
 ) -> None:
     """Compile an artifact for one GPU. No weights are read; the folder appears when it is complete.
 
@@ -42,6 +44,8 @@ def compile_command(
         limits_of(spec, options)
         caps = compile_target(arch, card)
         check_target(output)
+        if profile is not None:
+            profiles.use(profile, gpu_name() if arch == "native" else None)
         program = compile_to(opened, output, caps, options, compile_progress(say, caps.arch), jobs)
     say.summary("program", output)
     say.summary("target", f"{caps.arch}, {caps.sms} multiprocessors")

@@ -34,6 +34,7 @@ CODES: dict[str, int] = {
     "compiler.emit.render.RenderError": INPUT,
     "compiler.ir.types.IRError": INPUT,
     "compiler.model.spec.ModelError": INPUT,
+    "compiler.profiles.ProfileError": INPUT,
     "compiler.program.io.ProgramError": INPUT,
     "runtime.frontend.errors.OptionError": USAGE,
     "runtime.frontend.errors.FrontendError": INPUT,
@@ -66,9 +67,9 @@ def message(error: BaseException) -> str:
         return "stdout was closed by its reader; the rest of the output is lost"
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
-        if error.errno == errno.ENOSPC:
-            reason += "; free some space or name another place"
-        return reason if error.filename is None else f"{error.filename}: {reason}"
+        if error.filename is not None:
+            return f"{error.filename}: {reason}"
+        return f"stdout: {reason}" if error.errno == errno.ENOSPC else reason  # files name themselves, print does not
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -78,7 +79,7 @@ def report(error: BaseException) -> int:
     if code is None:
         traceback.print_exception(error)
         return INPUT
-    if isinstance(error, BrokenPipeError) and sys.stdout is not None:
+    if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC) and sys.stdout is not None:
         silence(sys.stdout)  # what is still buffered can only fail again
     print(f"ninferc: {message(error)}", file=sys.stderr)
     return code

@@ -35,6 +35,8 @@ COMMANDS: dict[str, Lazy] = {
     "explain": Lazy("runtime.cli.explain", "explain", "Show what a program does, call by call, and why."),
     "logits": Lazy("runtime.cli.logits", "logits", "Write teacher-forced logits of token ids."),
     "bench": Lazy("runtime.cli.bench", "bench_command", "Measure prefill and decode speed on the GPU."),
+    "profile": Lazy("runtime.cli.profile", "profile_command", "Show where the time of one step goes on the GPU."),
+    "tune": Lazy("runtime.cli.tune", "tune_command", "Measure tiles of products on the GPU and write a device profile."),
     "doctor": Lazy("runtime.cli.doctor", "doctor", "Check driver, GPUs, compiler and cache, each with its fix."),
     "convert": Lazy("runtime.cli.convert", "convert_command", "Convert a checkpoint directory to an artifact."),
     "inspect": Lazy("runtime.cli.artifact", "inspect", "Say what an artifact is."),

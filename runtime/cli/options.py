@@ -71,6 +71,8 @@ KvCapacity = Annotated[int | None, typer.Option("--kv-capacity", metavar="N",
                                                 help="KV cache tokens of all sequences; default: room for each")]
 Jobs = Annotated[int | None, typer.Option("--jobs", metavar="N", parser=integer("--jobs", 1, 1024),
                                           help="compiler processes; default: one per core")]  # fmt: skip
+ProfileFile = Annotated[Path | None, typer.Option("--profile", metavar="FILE",
+                                                  help="device profile of ninferc tune")]  # fmt: skip
 DeviceName = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda[:N]",
                                                 help="where to run; default: the first GPU, else cpu")]  # fmt: skip
 ArtifactFile = Annotated[Path | None, typer.Option("--artifact", metavar="FILE",

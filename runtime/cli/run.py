@@ -74,16 +74,15 @@ def run(
     if frontend is not None:
         params = frontend.sampling(wanted, thinking=given.thinking)
         stream = frontend.output_stream(given, params, stops=stop or (), reasoning_stops=reasoning_stop or (), raw=raw_output)
-        for note in frontend.notes:
-            say.line(f"{note}")
     else:
         if stop or reasoning_stop or raw_output:
             raise UsageError("--stop, --reasoning-stop and --raw-output need a tokenizer, and the artifact has none")
         params = apply_options(preset(source.artifact.identity.model_id, False, None), wanted, (), source.spec.vocab_ids)
-        say.line("the artifact has no tokenizer: the answer is printed as token ids")
     job = Job(request_of(given.ids, params), stream)
     check_request(job.request, source.limits)
     source.require_patience(len(given.ids), params.max_new)
+    for note in frontend.notes if frontend else ("the artifact has no tokenizer: the answer is printed as token ids",):
+        say.line(note)
 
     backend = source.load()
     output = Output()

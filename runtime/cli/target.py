@@ -67,6 +67,17 @@ def device_caps(index: int) -> DeviceCaps:
         device.close()
 
 
+def gpu_name(index: int = 0) -> str:
+    """Model name of a GPU of this machine. Raises DeviceError."""
+    from runtime.cuda.device import Device
+
+    device = Device(index)
+    try:
+        return device.info().name
+    finally:
+        device.close()
+
+
 def compile_target(arch: str | None, card: str | None, place: Place | None = None) -> DeviceCaps:
     """Capabilities to compile for.
 

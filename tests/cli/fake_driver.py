@@ -1,0 +1,95 @@
+"""Stands in for the CUDA driver where an error of it must be seen: real enumerations, made-up devices, no kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from cuda.bindings import driver
+
+from runtime.cuda.driver import api
+
+GIB = 1 << 30
+Result = driver.CUresult
+OK = Result.CUDA_SUCCESS
+
+
+@dataclass
+class FakeDriver:
+    """Driver calls as far as loading a program makes them. ``fail`` maps a call to the status it returns."""
+
+    version: int = 13000
+    count: int = 1
+    capability: tuple[int, int] = (9, 0)
+    free: int = 100 * GIB
+    total: int = 140 * GIB
+    peers: int = 1
+    mode: int = 0
+    fail: dict[str, Any] = field(default_factory=dict)
+    allocated: int = 0
+    names: list[str] = field(default_factory=list)
+
+    def install(self, patch: pytest.MonkeyPatch) -> FakeDriver:
+        answers: dict[str, Any] = {
+            "cuInit": lambda flags: (),
+            "cuDriverGetVersion": lambda: (self.version,),
+            "cuDeviceGetCount": lambda: (self.count,),
+            "cuDeviceGet": lambda index: (driver.CUdevice(index),),
+            "cuDevicePrimaryCtxRetain": lambda handle: (driver.CUcontext(1),),
+            "cuDevicePrimaryCtxRelease": lambda handle: (),
+            "cuCtxSetCurrent": lambda context: (),
+            "cuStreamCreate": lambda flags: (driver.CUstream(1),),
+            "cuStreamDestroy": lambda stream: (),
+            "cuStreamSynchronize": lambda stream: (),
+            "cuDeviceGetName": lambda size, handle: (b"Made-up GPU\0",),
+            "cuDeviceGetPCIBusId": lambda size, handle: (b"0000ffff:00:00.0\0",),
+            "cuMemGetInfo": lambda: (self.free, self.total),
+            "cuMemAlloc": self._allocate,
+            "cuMemFree": lambda address: (),
+            "cuMemsetD8Async": lambda *args: (),
+            "cuMemcpyHtoDAsync": lambda *args: (),
+            "cuDeviceGetAttribute": self._attribute,
+            "cuDeviceCanAccessPeer": lambda one, other: (self.peers,),
+            "cuLibraryLoadData": lambda *args: (driver.CUlibrary(1),),
+            "cuLibraryUnload": lambda library: (),
+            "cuLibraryGetKernel": lambda library, name: (driver.CUkernel(1),),
+            "cuKernelGetFunction": lambda kernel: (driver.CUfunction(1),),
+            "cuKernelSetAttribute": lambda *args: (),
+        }
+        for name, answer in answers.items():
+            patch.setattr(driver, name, self._call(name, answer))
+        api.cache_clear()
+        patch.setattr("runtime.cuda.device.PinnedBuffer", _Pinned)
+        patch.setattr("runtime.cuda.backend.PinnedBuffer", _Pinned)
+        return self
+
+    def _call(self, name: str, answer: Any) -> Any:
+        def call(*args: Any) -> tuple[Any, ...]:
+            self.names.append(name)
+            status = self.fail.get(name, OK)
+            return (status, *answer(*args))
+
+        return call
+
+    def _allocate(self, nbytes: int) -> tuple[Any, ...]:
+        self.allocated += nbytes
+        return (driver.CUdeviceptr(1 << 20),)
+
+    def _attribute(self, attribute: Any, handle: Any) -> tuple[int]:
+        values = {"COMPUTE_CAPABILITY_MAJOR": self.capability[0], "COMPUTE_CAPABILITY_MINOR": self.capability[1],
+                  "MULTIPROCESSOR_COUNT": 132, "L2_CACHE_SIZE": 50 << 20, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 227 << 10,
+                  "COMPUTE_MODE": self.mode}  # fmt: skip
+        return (values.get(attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_"), 0),)
+
+
+class _Pinned:
+    """Page-locked memory is plain memory here."""
+
+    def __init__(self, nbytes: int) -> None:
+        import numpy as np
+
+        self.array, self.address, self.nbytes = np.zeros(nbytes, np.uint8), 1 << 20, nbytes
+
+    def close(self) -> None:
+        return None
