@@ -49,6 +49,7 @@ class DeviceFault(IntEnum):
     RECORD_RANGE = 1  # an ingress record points outside the control block
     TOKEN_RANGE = 2  # a queued token id is outside the vocabulary
     CAPACITY = 3  # a lane was given more tokens than its pages hold
+    EXCHANGE = 4  # the other rank did not send its part in time
 
 
 # lane_sampling words
@@ -134,6 +135,11 @@ def table_offsets(tables: dict[str, Value]) -> tuple[dict[str, int], int]:
 def egress_words(lanes: int) -> int:
     """Words of one egress entry."""
     return EGRESS_HEADER + EGRESS_LANE * lanes
+
+
+def egress_extent(limits: ControlLimits) -> int:
+    """Words of one rank's egress ring."""
+    return EGRESS_ENTRIES * egress_words(limits.lanes)
 
 
 def chunk_keys(length: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from compiler.emit.cache import Job, compile_all
 from compiler.emit.nvrtc import Resources
 from compiler.emit.render import render
 from compiler.ir.graph import check
-from compiler.ir.types import Kind
+from compiler.ir.types import Kind, Value
 from compiler.kernels.attention_decode import MAX_COLUMNS, work_items
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.model import ModelError, ModelSpec, bind, spec_from_config
@@ -25,6 +25,7 @@ from compiler.passes.lower import lower
 from compiler.passes.memory import align
 from compiler.passes.schedule import Group, Scheduler
 from compiler.passes.select import select
+from compiler.passes.shard import WIRES, Sharder
 from compiler.program.model import (
     CONTROL,
     EGRESS,
@@ -60,6 +61,9 @@ class CompileOptions:
     kv_capacity: int | None = None
     score: bool = True
     test_chunks: bool = False  # allow chunks of 16 and 64 (tests)
+    tp: int = 1  # ranks
+    exchange: str = "f32"  # what decode exchanges carry; bf16 halves the bytes and gives up bit-equality with one rank
+    exchange_prefill: str = "bf16"
 
     def decode_pairs(self) -> list[tuple[int, int]]:
         """Decode graphs to build: those asked for, else 1×1, 1×32 (short prompts) and max_concurrency×1."""
@@ -134,6 +138,9 @@ def limits_of(spec: ModelSpec, options: CompileOptions) -> ControlLimits:
     chunk = options.prefill_chunk
     if not (chunk % 128 == 0 or (options.test_chunks and chunk in (16, 64))) or not 1 <= chunk <= 16384:
         raise CompileOptionError(f"--prefill-chunk {chunk}: a multiple of 128 up to 16384 is needed")
+    for name, wire in (("--exchange", options.exchange), ("--exchange-prefill", options.exchange_prefill)):
+        if wire not in WIRES:
+            raise CompileOptionError(f"{name} {wire!r}: allowed are {', '.join(WIRES)}")
     pairs = options.decode_pairs()
     for lanes, width in pairs:
         if not 1 <= lanes <= options.max_concurrency or not 1 <= width or lanes * width > 64 or width > MAX_COLUMNS:
@@ -169,12 +176,13 @@ def phase_requests(limits: ControlLimits, options: CompileOptions) -> list[Phase
     return requests
 
 
-def place_shared(builder: TextBuilder) -> tuple[dict[str, Placement], list[dict[str, int]]]:
-    """Placements of weights, states, tables and rings; region sizes per rank (WORK is added later)."""
-    table_at, words = table_offsets(control_tables(builder.limits))
+def place_shared(shared: Mapping[str, Value], limits: ControlLimits) -> tuple[dict[str, Placement], list[dict[str, int]]]:
+    """Placements of weights, states, tables and rings; region sizes per rank (WORK is added later). The ranks read one
+    ingress ring; each has its own egress ring behind that of rank 0."""
+    table_at, words = table_offsets(control_tables(limits))
     placements: dict[str, Placement] = {}
     sizes: dict[int, dict[str, int]] = {}
-    for name, value in builder.shared.items():
+    for name, value in shared.items():
         size = sizes.setdefault(value.rank, {region: 0 for region in (WEIGHTS, CONTROL, STATE, WORK, RING, EGRESS)})
         base = name.partition("@")[0]
         if base == "block":
@@ -183,8 +191,10 @@ def place_shared(builder: TextBuilder) -> tuple[dict[str, Placement], list[dict[
         elif base in table_at:
             placements[name] = Placement(CONTROL, 4 * table_at[base], value.nbytes, value.rank)
         elif base in ("ring", "egress"):
-            placements[name] = Placement(RING if base == "ring" else EGRESS, 0, value.nbytes, value.rank)
-            size[RING if base == "ring" else EGRESS] = value.nbytes
+            region, at = (RING, 0) if base == "ring" else (EGRESS, value.rank * value.nbytes)
+            placements[name] = Placement(region, at, value.nbytes, value.rank)
+            size[region] = value.nbytes
+            sizes[0][region] = max(sizes[0][region], at + value.nbytes)
         else:
             region = WEIGHTS if value.kind is Kind.WEIGHT else STATE
             placements[name] = Placement(region, size[region], value.nbytes, value.rank)
@@ -217,8 +227,14 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
     limits = limits_of(spec, options)
     items = max(work_items(b, t, spec.heads, spec.kv_heads) for b, t in options.decode_pairs())
     builder = TextBuilder(spec, bind(artifact, spec), limits, items)
-    graphs = [check(lower(check(builder.build(request)), caps)) for request in phase_requests(limits, options)]
-    placements, regions = place_shared(builder)
+    graphs = [check(builder.build(request)) for request in phase_requests(limits, options)]
+    shared: Mapping[str, Value] = builder.shared
+    if options.tp > 1:
+        sharder = Sharder(spec, options.tp, builder.shared, {"decode": options.exchange, "prefill": options.exchange_prefill})
+        graphs = [check(sharder.run(graph)) for graph in graphs]
+        shared = sharder.shared
+    graphs = [check(lower(graph, caps)) for graph in graphs]
+    placements, regions = place_shared(shared, limits)
     phases: dict[str, Phase] = {}
     specs: dict[str, KernelSpec] = {}
     counters: dict[str, Placement] = {}
@@ -246,6 +262,7 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
     identity = ArtifactIdentity(artifact.directory_digest, artifact.file_bytes, artifact.directory_bytes, artifact.version,
                                 artifact.identity.model_id, artifact.identity.weights_id or "")  # fmt: skip
     frequencies = frequency_table(native_frequencies(spec.rope_theta, spec.rotary_dim))
-    constants = {"inv_freq": [int(word) for word in frequencies.reshape(-1)]}
-    return Program(spec, limits, caps, identity, 1, dict(builder.shared), placements, regions, phases, kernels,
+    words = [int(word) for word in frequencies.reshape(-1)]
+    constants = {name: words for name in shared if name.partition("@")[0] == "inv_freq"}
+    return Program(spec, limits, caps, identity, options.tp, dict(shared), placements, regions, phases, kernels,
                    constants, asdict(options))  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from compiler.control import egress_extent
 from compiler.ir.op import Array
 from compiler.program.model import Program
 from runtime.control import Ingress
@@ -43,7 +44,7 @@ class VMBackend:
         self.machine = machine
         self.program = machine.program
         self.ring = machine.ring
-        self.egress = machine.egress
+        self.egress = machine.egress[: egress_extent(self.program.limits)]
         self.ingress = Ingress(self.ring, self.program.limits)
 
     def launch(self, phase: str) -> None:

@@ -21,12 +21,15 @@ from compiler.model.bind import Binding, Product
 from compiler.model.spec import GDN, ModelSpec
 
 ROW_PARALLEL_SEGMENTS = 2  # decision 6: o, out and down sum their K in two parts at every tp
-CUT = 128  # columns at which every quantised layout may be cut (spec/tp2.md §4)
+# columns at which an object may be cut for two ranks: multiples of its layout's unit (spec/tp2.md §4), and of 16 for loads
+COLUMN_UNIT = 16
 
 
-def segments_of(k: int) -> int:
+def segments_of(source: WeightSource) -> int:
     """Parts in which a row-parallel product sums its K: two where K can be cut for two ranks, else one."""
-    return ROW_PARALLEL_SEGMENTS if k % (ROW_PARALLEL_SEGMENTS * CUT) == 0 else 1
+    unit = max(COLUMN_UNIT, get_layout(source.layout).column_unit)
+    k = sum(end - begin for begin, end in source.cols)
+    return ROW_PARALLEL_SEGMENTS if k % (ROW_PARALLEL_SEGMENTS * unit) == 0 else 1
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ class _PhaseBuilder:
     def _out(self, layer: int, x: Ref, product: Product, residual: Ref) -> Ref:
         y = self.activation("x", self.spec.hidden)
         self.add("linear_residual", {"x": x, "w": self.weight(product.source), "residual": residual}, {"y": y},
-                 layer=layer, segments=segments_of(product.shape[1]))  # fmt: skip
+                 layer=layer, segments=segments_of(product.source))  # fmt: skip
         return y
 
     def _attention(self, layer: int, x: Ref) -> Ref:

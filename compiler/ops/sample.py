@@ -35,20 +35,59 @@ def uniform(seed: int, position: int, purpose: int) -> float:
     return (key >> 40) / float(1 << 24)
 
 
-def processed(logits: Array, counts: Array, words: Array) -> tuple[Array, Array]:
-    """Support (ids) and float64 probabilities of one row. ``logits`` [vocab], ``counts`` [vocab], ``words`` i32[8]."""
+def penalised(logits: Array, counts: Array, words: Array) -> Array:
+    """Logits [n] minus presence and frequency penalties, float64; ``counts`` [n] of generated tokens, ``words`` i32[8]."""
     params = words.astype(np.int32).view(np.float32)
-    x = logits.astype(np.float64) - float(params[PRESENCE]) * (counts > 0) - float(params[FREQUENCY]) * counts
+    x: Array = logits.astype(np.float64) - float(params[PRESENCE]) * (counts > 0) - float(params[FREQUENCY]) * counts
+    return x
+
+
+def kept_candidates(words: Array) -> int:
+    """How many candidates the sampling parameters look at."""
     top_k = int(words[TOP_K])
-    kept = top_k if 1 <= top_k < MAX_CANDIDATES else MAX_CANDIDATES
-    ids = np.lexsort((np.arange(x.size), -x))[:kept]
-    weights = np.exp((x[ids] - x[ids[0]]) / float(params[TEMPERATURE]))
+    return top_k if 1 <= top_k < MAX_CANDIDATES else MAX_CANDIDATES
+
+
+def best(x: Array, kept: int) -> Array:
+    """Positions of the ``kept`` largest values, largest first, ties to the lowest position."""
+    if kept == 1 and x.size:
+        return np.array([int(np.argmax(x))])  # the first of equal maxima
+    order: Array = np.lexsort((np.arange(x.size), -x))[:kept]
+    return order
+
+
+def distribution(x: Array, words: Array) -> tuple[int, Array]:
+    """Survivors of min_p and top_p among candidates ``x`` in order, and all candidates' weights, not normalised."""
+    params = words.astype(np.int32).view(np.float32)
+    weights = np.exp((x - x[0]) / float(params[TEMPERATURE]))
     limit = float(params[TOP_P]) * weights.sum()
     survivors, running = 1, weights[0]
-    while survivors < len(ids) and running < limit and weights[survivors] >= float(params[MIN_P]) * weights[0]:
+    while survivors < len(x) and running < limit and weights[survivors] >= float(params[MIN_P]) * weights[0]:
         running += weights[survivors]
         survivors += 1
-    return ids[:survivors], weights[:survivors] / running
+    return survivors, weights
+
+
+def support(x: Array, words: Array) -> tuple[Array, Array]:
+    """Ids that may be drawn and their weights, of one row of penalised logits ``x`` [vocab]; ``words`` i32[8]."""
+    ids = best(x, kept_candidates(words))
+    survivors, weights = distribution(x[ids], words)
+    return ids[:survivors], weights[:survivors]
+
+
+def processed(logits: Array, counts: Array, words: Array) -> tuple[Array, Array]:
+    """Support (ids) and float64 probabilities of one row. ``logits`` [vocab], ``counts`` [vocab], ``words`` i32[8]."""
+    ids, weights = support(penalised(logits, counts, words), words)
+    return ids, weights / weights.sum()
+
+
+def draw(weights: Array, words: Array, consumed: int, prompt: int) -> int:
+    """Index drawn from ``weights`` by the lane's seed at its position: ``consumed`` tokens stand before the column."""
+    first = consumed + 1 == prompt
+    seed = (int(words[SEED_HIGH]) & 0xFFFFFFFF) << 32 | (int(words[SEED_LOW]) & 0xFFFFFFFF)
+    u = uniform(seed, consumed + 1 if first else consumed, PREFILL if first else DECODE)
+    running = np.cumsum(weights)
+    return min(int(np.searchsorted(running, u * running[-1], side="right")), len(weights) - 1)
 
 
 @register
@@ -78,13 +117,9 @@ class Sample(OpDef):
             if float(params[TEMPERATURE : TEMPERATURE + 1].astype(np.int32).view(np.float32)[0]) <= 0:
                 picked[row] = int(np.argmax(logits[row]))  # the first of equal maxima is the smallest id
                 continue
-            ids, probabilities = processed(logits[row], counts[slots[run_lane]][:vocab], params)
-            consumed = int(lengths[run_lane]) + t
-            first = consumed + 1 == int(prompt[lane])
-            seed = (int(params[SEED_HIGH]) & 0xFFFFFFFF) << 32 | (int(params[SEED_LOW]) & 0xFFFFFFFF)
-            u = uniform(seed, consumed + 1 if first else consumed, PREFILL if first else DECODE)
-            running = np.cumsum(probabilities)
-            picked[row] = ids[min(int(np.searchsorted(running, u * running[-1], side="right")), len(ids) - 1)]
+            x = ctx.round(penalised(logits[row], counts[slots[run_lane]][:vocab], params), "f32")
+            ids, weights = support(x.astype(np.float64), params)
+            picked[row] = ids[draw(weights, params, int(lengths[run_lane]) + t, int(prompt[lane]))]
         ctx.put("token", picked)
 
     def cost(self, op: Op, types: Mapping[str, TensorType], values: Mapping[str, Value]) -> Cost:

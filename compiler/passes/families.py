@@ -9,6 +9,7 @@ from compiler.kernels import (
     control,
     conv,
     embed,
+    exchange,
     gated_norm,
     gdn_decode,
     gdn_gates,
@@ -119,3 +120,23 @@ def _attention_partial(site: Site) -> KernelSpec:
 @family("attention_merge")
 def _attention_merge(site: Site) -> KernelSpec:
     return attention_decode.merge_spec(site.op, site.types, site.graph.width, site.caps)
+
+
+@family("exchange_begin")
+def _exchange_begin(site: Site) -> KernelSpec:
+    return exchange.begin_spec(site.op, site.caps)
+
+
+@family("exchange_residual")
+def _exchange_residual(site: Site) -> KernelSpec:
+    return exchange.residual_spec(site.op, site.types, site.caps)
+
+
+@family("sample_candidates")
+def _sample_candidates(site: Site) -> KernelSpec:
+    return exchange.candidates_spec(site.op, site.types, site.graph.lanes, site.graph.width, site.caps)
+
+
+@family("sample_merge")
+def _sample_merge(site: Site) -> KernelSpec:
+    return exchange.merge_spec(site.op, site.types, site.graph.lanes, site.graph.width, site.caps)

@@ -12,10 +12,11 @@ from compiler.ops.gdn import lower_prefill
 
 
 def _pieces(graph: OpGraph, op: Op, caps: DeviceCaps) -> tuple[tuple[Value, ...], tuple[Op, ...]]:
+    rank = f"r{op.rank}" if op.rank else ""
     if op.kind == "attention" and op.attrs["phase"] == "decode":
-        return lower_decode(op, graph.types(op), f"attn{op.layer}")
+        return lower_decode(op, graph.types(op), f"attn{op.layer}{rank}")
     if op.kind == "gdn" and op.attrs["phase"] == "prefill" and chunked_fits(op, graph.types(op), caps):
-        return lower_prefill(op, graph.types(op), f"gdn{op.layer}")
+        return lower_prefill(op, graph.types(op), f"gdn{op.layer}{rank}")
     return (), (op,)
 
 

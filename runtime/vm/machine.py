@@ -52,8 +52,10 @@ class Machine:
 
     def read(self, name: str, rank: int = 0) -> Array:
         """The array of a shared value (state or table), a live view."""
+        if rank:
+            name = f"{name}@{rank}"
         value = self.program.values[name]
-        return self.ranks[rank].view(self.program.placements[name], value.type)
+        return self.ranks[value.rank].view(self.program.placements[name], value.type)
 
     def run(self, phase_name: str) -> None:
         """Execute every call of a phase once. Raises KeyError for a phase the program does not hold."""
@@ -119,7 +121,7 @@ class Machine:
         for op in call.ops:
             ncols = self.ranks[call.rank].view(self.program.placements[table], self.program.values[table].type)
             context = VMContext(op, memory.exact, phase.lanes, phase.width, ncols, resolve, type_of, decode)
-            if op.kind not in ("begin", "advance") and not context.columns:
+            if op.kind not in ("begin", "advance", "exchange_begin") and not context.columns:
                 continue
             definition(op.kind).reference(op, context)
             if self.observer is not None:

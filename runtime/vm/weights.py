@@ -10,7 +10,7 @@ import numpy as np
 
 from artifacts.layouts import decode_rows, get_layout
 from compiler.ir.op import Array
-from compiler.ir.types import IRError, Value
+from compiler.ir.types import IRError, Value, WeightSource
 
 PIECE = 64 << 20
 
@@ -29,13 +29,13 @@ class Source(Protocol):
 
 
 class WeightStore:
-    """Decoded weights by value name. ``budget`` bounds the cache in bytes; larger weights are decoded at each use."""
+    """Decoded weights by their source. ``budget`` bounds the cache in bytes; larger weights are decoded at each use."""
 
     def __init__(self, source: Source, budget: int = 2 << 30) -> None:
         self._source = source
         self._budget = budget
         self._held = 0
-        self._cache: OrderedDict[tuple[str, Any], Array] = OrderedDict()
+        self._cache: OrderedDict[tuple[WeightSource, str], Array] = OrderedDict()
 
     def encoded(self, value: Value) -> Array:
         """Encoded bytes of the value: the object's own, or the stand-alone shard cut from it."""
@@ -68,7 +68,7 @@ class WeightStore:
         source = value.source
         if source is None:
             raise IRError(f"value {value.name} is no weight")
-        key = (value.name, np.dtype(dtype).name)
+        key = (source, np.dtype(dtype).name)
         if key not in self._cache:
             size = value.type.elements * np.dtype(dtype).itemsize
             shape = value.type.shape

@@ -81,8 +81,37 @@ NINFERC_DEVICE i32 draw(const u64* keys, u32 count, const i32* params, u64 seed,
   return i32(key_id(keys[kept - 1]));
 }
 
+// A lane's sampling parameters.
+struct Row {
+  u32 lane;
+  const i32* params;
+
+  NINFERC_DEVICE Row(const i32* lane_sampling, u32 run_lane, const i32* pf_control)
+      : lane(pf_control ? u32(ld_global<i32>(pf_control + control::pf_lane)) : run_lane),
+        params(lane_sampling + lane * control::sampling_words) {}
+  NINFERC_DEVICE bool greedy() const { return !(bits_float(u32(ld_global<i32>(params + control::temperature))) > 0.0f); }
+  NINFERC_DEVICE u32 keep() const {
+    const i32 wanted = ld_global<i32>(params + control::top_k);
+    return greedy() ? 1 : (wanted >= 1 && wanted < i32(max_candidates) ? u32(wanted) : max_candidates);
+  }
+};
+
+// One thread: the token chosen from the best `found` keys, in order; `consumed` tokens stand before the column.
+NINFERC_DEVICE i32 choose(const u64* best, u32 found, const Row& row, u32 consumed, const i32* lane_prompt_len) {
+  if (found == 0) return 0;
+  if (row.greedy()) return i32(key_id(best[0]));
+  i32 words[control::sampling_words];
+#pragma unroll
+  for (u32 i = 0; i < control::sampling_words; ++i) words[i] = ld_global<i32>(row.params + i);
+  const bool first = i32(consumed) + 1 == ld_global<i32>(lane_prompt_len + row.lane);
+  const u64 seed = (u64(u32(words[control::seed_high])) << 32) | u32(words[control::seed_low]);
+  return draw(best, found, words, seed, first ? consumed + 1 : consumed, first ? 0 : 1);
+}
+
 // grid (slices, rows). `last_rows`: rows are lanes, each with its last column; else row = lane * width + column.
-template <u32 vocab, u32 count_stride, u32 width, bool last_rows>
+// `share`: logits are those of ids first_id ... of a larger vocabulary, and the best of them, values then ids, go to `token`,
+// f32 [rows, 2 * max_candidates], in place of a choice.
+template <u32 vocab, u32 count_stride, u32 width, bool last_rows, u32 first_id = 0, bool share = false>
 NINFERC_DEVICE void run(const bf16* logits, u32 logits_stride, const i32* lane_sampling, const i32* run_slot, const i32* run_len,
                         const i32* run_ncols, const i32* lane_prompt_len, const i32* token_counts, const i32* pf_control,
                         i32* token, u64* candidates, u32* arrivals) {
@@ -93,11 +122,10 @@ NINFERC_DEVICE void run(const bf16* logits, u32 logits_stride, const i32* lane_s
   const i32 active = ld_global<i32>(run_ncols + run_lane);
   const u32 column = last_rows ? u32(active) - 1 : row % width;
   if (active <= 0 || (!last_rows && i32(column) >= active)) return;  // every slice of the row agrees
-  const u32 lane = pf_control ? u32(ld_global<i32>(pf_control + control::pf_lane)) : run_lane;
-  const i32* params = lane_sampling + lane * control::sampling_words;
-  const bool greedy = !(bits_float(u32(ld_global<i32>(params + control::temperature))) > 0.0f);
-  const i32 wanted = ld_global<i32>(params + control::top_k);
-  const u32 keep = greedy ? 1 : (wanted >= 1 && wanted < i32(max_candidates) ? u32(wanted) : max_candidates);
+  const Row place(lane_sampling, run_lane, pf_control);
+  const i32* params = place.params;
+  const bool greedy = place.greedy();
+  const u32 keep = place.keep();
   const f32 presence = bits_float(u32(ld_global<i32>(params + control::presence)));
   const f32 frequency = bits_float(u32(ld_global<i32>(params + control::frequency)));
   const i32* counts = token_counts + u64(u32(ld_global<i32>(run_slot + run_lane))) * count_stride;
@@ -110,10 +138,10 @@ NINFERC_DEVICE void run(const bf16* logits, u32 logits_stride, const i32* lane_s
     if (id < vocab) {
       f32 x = bf16_to_f32(ld_global<bf16>(logits + u64(row) * logits_stride + id));
       if (!greedy) {
-        const i32 seen = ld_global<i32>(counts + id);
+        const i32 seen = ld_global<i32>(counts + first_id + id);
         if (seen > 0) x = x - presence - frequency * f32(seen);
       }
-      keys[i] = make_key(x, id);
+      keys[i] = make_key(x, first_id + id);
     }
   }
   u64* mine = candidates + (u64(row) * gridDim.x + blockIdx.x) * max_candidates;
@@ -145,24 +173,19 @@ NINFERC_DEVICE void run(const bf16* logits, u32 logits_stride, const i32* lane_s
     if (threadIdx.x == 0) best[n] = below;
   }
   sync_block();
-  if (threadIdx.x == 0) {
+  if constexpr (share) {
+    if (threadIdx.x < max_candidates) {
+      const u64 key = threadIdx.x < keep ? best[threadIdx.x] : 0;
+      f32* out = reinterpret_cast<f32*>(token) + u64(row) * (2 * max_candidates) + threadIdx.x;
+      st_global(out, key != 0 ? key_value(key) : bits_float(0x7fc00000u));
+      st_global(out + max_candidates, key != 0 ? f32(key_id(key)) : 0.0f);
+    }
+    if (threadIdx.x == 0) st_global(arrivals + row, 0u);
+  } else if (threadIdx.x == 0) {
     u32 found = 0;
     while (found < keep && best[found] != 0) ++found;
-    i32 chosen = 0;
-    if (found > 0) {
-      if (greedy) {
-        chosen = i32(key_id(best[0]));
-      } else {
-        i32 words[control::sampling_words];
-#pragma unroll
-        for (u32 i = 0; i < control::sampling_words; ++i) words[i] = ld_global<i32>(params + i);
-        const u32 consumed = u32(ld_global<i32>(run_len + run_lane)) + column;
-        const bool first = i32(consumed) + 1 == ld_global<i32>(lane_prompt_len + lane);
-        const u64 seed = (u64(u32(words[control::seed_high])) << 32) | u32(words[control::seed_low]);
-        chosen = draw(best, found, words, seed, first ? consumed + 1 : consumed, first ? 0 : 1);
-      }
-    }
-    st_global(token + row, chosen);
+    const u32 consumed = u32(ld_global<i32>(run_len + run_lane)) + column;
+    st_global(token + row, choose(best, found, place, consumed, lane_prompt_len));
     st_global(arrivals + row, 0u);  // zero again for the next launch
   }
 }

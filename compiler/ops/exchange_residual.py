@@ -1,0 +1,66 @@
+"""Sum of the ranks' partial products and the residual: y = bf(((p₀ + p₁) + …) + residual), FP32, ranks in order, one rounding.
+
+One device adds the same segments in the same order (compiler/ops/linear_residual.py), so the bits do not depend on the
+number of ranks as long as each rank holds one segment. ``wire`` bf16 rounds every partial sum first (half the bytes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from compiler.ir.op import Array, Context, Cost, Op, OpDef, register, require
+from compiler.ir.types import TensorType, Value
+
+MAX_RANKS = 8
+PEERS = tuple(f"peer_{i}" for i in range(1, MAX_RANKS))
+
+
+def peers_of(op: Op) -> list[str]:
+    """Names of the op's peer operands, in rank order."""
+    return [name for name in PEERS if name in op.inputs]
+
+
+def in_rank_order(op: Op, own: str) -> list[str]:
+    """Operand names of all ranks' contributions in rank order: the own one stands at the op's rank."""
+    names = peers_of(op)
+    names.insert(op.rank, own)
+    return names
+
+
+@register
+class ExchangeResidual(OpDef):
+    """``peer_i`` are the other ranks' partial sums in rank order. ``sequence``, ``step`` (whose fault word a lost peer sets)
+    and ``ordinal`` steer the protocol; ``rows`` bounds the columns of a prefill chunk."""
+
+    kind = "exchange_residual"
+    inputs = ("partial", *PEERS, "residual", "sequence", "step", "rows")
+    outputs = ("y",)
+    optional = frozenset({*PEERS, "rows"})
+    attrs = {"ordinal": int, "wire": str}
+
+    def check(self, op: Op, types: Mapping[str, TensorType]) -> None:
+        y = types["y"]
+        require(len(y.shape) == 2 and y.dtype == "bf16", op, f"y is {y}, bf16 [columns, width] is needed")
+        require(types["residual"] == y, op, f"residual is {types['residual']}, {y} is needed")
+        want = TensorType(y.shape, "f32")
+        for name in ("partial", *peers_of(op)):
+            require(types[name] == want, op, f"{name} is {types[name]}, {want} is needed")
+        require(op.rank <= len(peers_of(op)) >= 1, op, f"rank {op.rank} has {len(peers_of(op))} peers")
+        require(op.attrs["wire"] in ("f32", "bf16"), op, f"wire is {op.attrs['wire']!r}; allowed: f32, bf16")
+        require(op.int_attr("ordinal") >= 0, op, "ordinal is negative")
+
+    def reference(self, op: Op, ctx: Context) -> None:
+        total: Array | None = None
+        for name in in_rank_order(op, "partial"):
+            part = ctx.get(name)
+            if op.attrs["wire"] == "bf16":
+                part = np.asarray(ctx.round(part), dtype=part.dtype)
+            total = part if total is None else total + part
+        ctx.put("y", total + ctx.get("residual"))
+
+    def cost(self, op: Op, types: Mapping[str, TensorType], values: Mapping[str, Value]) -> Cost:
+        contributions = 1 + len(peers_of(op))
+        return Cost(contributions * types["partial"].nbytes + types["y"].nbytes, types["partial"].nbytes + types["y"].nbytes,
+                    contributions * types["y"].elements)  # fmt: skip
