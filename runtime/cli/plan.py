@@ -55,9 +55,9 @@ def plan(
             options = compile_options(spec, max_context, max_concurrency, prefill_chunk, kv_capacity,
                                       opt.read_pairs(pairs) if pairs else ())  # fmt: skip
             caps = compile_target(arch, card, place)
-            if place.cpu and arch is None and card is None:
-                say.line(f"{place.reason}: planning for {caps.arch}; --arch or --as names another target")
             program = compile_program(artifact, caps, options, images=False)
+            if place.reason and card is None:
+                say.line(f"{place.reason}: planning for {caps.arch}; --arch or --as names another target")
     devices = [] if place.index is None else [_device(place.index)]
     report = plan_report(program, devices)
     Output().write((json.dumps(report) if as_json else "\n".join(_lines(report))) + "\n")
