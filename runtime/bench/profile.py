@@ -1,7 +1,8 @@
 """Where the time of one step goes: per kernel, alone and inside the graph.
 
-*Isolated* is a graph of that kernel's calls between the control nodes, less the control nodes; *in graph* the time the whole graph loses when these calls are left out:
-the difference is what overlaps with neighbours (programmatic edges) or waits for them.
+*Isolated* is a graph of that kernel's calls between the control nodes, less the control nodes; *in graph* the time the
+whole graph loses when these calls are left out: the difference is what
+overlaps with neighbours (programmatic edges) or waits for them.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def bench_command(
     device: Annotated[str, typer.Option("--device", help="CUDA device index.")] = "0",
     seed: Annotated[int, typer.Option("--seed")] = 0,
     max_context: Annotated[int | None, typer.Option("--max-context")] = None,
-    card: Annotated[str | None, typer.Option("--as", help="Build for the GPU present with another card's capabilities.")] = None,
+    card: Annotated[str | None, typer.Option("--as", help="Build for the GPU here with that card's capabilities.")] = None,
     no_cuda_graph: Annotated[bool, typer.Option("--no-cuda-graph")] = False,
     skip_prefill: Annotated[bool, typer.Option("--skip-prefill")] = False,
 ) -> None:

@@ -31,7 +31,8 @@ def profile_command(
     print(f"{'kernel':74s} {'calls':>5s} {'isolated us':>11s} {'in graph us':>11s} {'MB':>8s} {'GB/s':>6s} {'share':>6s}")
     for row in rows:
         rate = row.nbytes / row.in_graph / 1e9 if row.in_graph > 0 else 0.0
-        print(f"{row.entry[:74]:74s} {row.calls:5d} {row.isolated / row.calls * 1e6:11.2f} {row.in_graph / row.calls * 1e6:11.2f} "
+        alone, inside = row.isolated / row.calls * 1e6, row.in_graph / row.calls * 1e6
+        print(f"{row.entry[:74]:74s} {row.calls:5d} {alone:11.2f} {inside:11.2f} "
               f"{row.nbytes / row.calls / 1e6:8.2f} {rate:6.0f} {row.in_graph / whole:6.1%}")  # fmt: skip
     covered = sum(row.in_graph for row in rows)
     print(f"step {whole * 1e3:.3f} ms; kernels account for {covered / whole:.1%}, the rest overlaps or is control")

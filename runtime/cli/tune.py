@@ -45,7 +45,8 @@ def tune_command(
             tiles |= known.tiles
         for b, t in pairs:
             tiles |= tuner.run(b, t, context, variants)
-            data = {"ninferc_profile": VERSION, "gpu": gpu, "arch": caps.arch, "sms": caps.sms, "tiles": dict(sorted(tiles.items()))}
+            data = {"ninferc_profile": VERSION, "gpu": gpu, "arch": caps.arch, "sms": caps.sms,
+                    "tiles": dict(sorted(tiles.items()))}  # fmt: skip
             output.write_text(json.dumps(data, indent=1) + "\n")
     finally:
         backend.close()

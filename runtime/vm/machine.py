@@ -46,7 +46,8 @@ class Machine:
                 if place.region not in (RING, EGRESS):
                     self.ranks[value.rank].view(place, value.type)[...] = 0
         for name, words in self.program.constants.items():
-            self.read(name)[...] = np.array(words, dtype=np.int64).astype(np.int32).reshape(self.program.values[name].type.shape)
+            shape = self.program.values[name].type.shape
+            self.read(name)[...] = np.array(words, dtype=np.int64).astype(np.int32).reshape(shape)
         self._random = random.Random(self.shuffle)
         self._births = {name: _lifetimes(phase) for name, phase in self.program.phases.items()}
 

@@ -26,7 +26,8 @@ from runtime.control import Ingress, sampling_words
 from runtime.vm.context import VMContext
 from tests.emulator.harness import assert_close_to_fp64, from_bf16, poisoned, to_bf16
 
-LIMITS = ControlLimits(lanes=3, slots=4, max_context=300, pages=15, chunk=128, score_chunk=128, records=4, vocab_rows=520, vocab_ids=500,
+LIMITS = ControlLimits(lanes=3, slots=4, max_context=300, pages=15, chunk=128, score_chunk=128, records=4,
+                       vocab_rows=520, vocab_ids=500,
                        kv_heads=2, rotary_pairs=4, queue=64)  # fmt: skip
 CAPS = caps("sm_90a")
 TABLES = control_tables(LIMITS)
@@ -120,7 +121,8 @@ def test_begin_and_advance(kernel_backend: Any, lanes: int, width: int, seed: in
 
 def test_records_outside_set_the_fault(kernel_backend: Any) -> None:
     rng = np.random.default_rng(5)
-    for opcode, count, destination in ((Opcode.WRITE, 4, WORDS - 3), (Opcode.WRITE, 5000, 0), (Opcode.CLEAR_COUNTS, 0, 4), (9, 0, 0)):
+    bad = [(Opcode.WRITE, 4, WORDS - 3), (Opcode.WRITE, 5000, 0), (Opcode.CLEAR_COUNTS, 0, 4), (9, 0, 0)]
+    for opcode, count, destination in bad:
         mine = Tables(rng)
         mine.arrays["ring"][:4] = (1, 0, int(opcode) | count << 8, destination)
         arrays = mine.arrays | {"pf_tokens": np.zeros(128, np.int32), "pf_positions": np.zeros((3, 128), np.int32)}
@@ -160,10 +162,12 @@ def test_sample(kernel_backend: Any, case: str, rows: int, width: int, vocab: in
     logits[:, vocab:] = to_bf16(np.array(50.0))  # padded ids must never win
     if case == "ties":
         logits[:, 7::501] = to_bf16(np.array(20.0))
-    params = {"temperature": 0.0, "top_p": 0.9, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "top_k": 20, "seed": 1 << 40 | 5}
+    params = {"temperature": 0.0, "top_p": 0.9, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "top_k": 20}
+    params["seed"] = 1 << 40 | 5
     if case not in ("greedy", "ties"):
         params |= {"temperature": 0.8}
-    params |= {"top_k": {"top_k": 3}, "min_p": {"min_p": 0.2, "top_p": 1.0}, "counts": {"presence": 1.5, "frequency": 0.5}}.get(case, {})
+    special = {"top_k": {"top_k": 3}, "min_p": {"min_p": 0.2, "top_p": 1.0}, "counts": {"presence": 1.5, "frequency": 0.5}}
+    params |= special.get(case, {})
     counts = (rng.random((5, vocab + 20)) < 0.3).astype(np.int32) * rng.integers(1, 4, (5, vocab + 20)).astype(np.int32)
     arrays = {
         "logits": logits, "lane_sampling": np.array([sampling_words(params)] * lanes, dtype=np.int64).astype(np.int32),
