@@ -13,7 +13,7 @@ from artifacts.identities.plan import FP8, NVFP4, divisor_name
 
 DIVISOR_SUFFIX = "/input_scale_divisor"
 DIVISOR_ROLE = "activation_input_divisor"
-MAX_PARAMETERS = 131072
+MAX_PARAMETERS = 98304
 """Policy: what a configuration of a few bytes may make of the objects of a file. The largest published model has 32,713."""
 SPECULATIVE = ("mtp", "dflash", "dflash2")
 
