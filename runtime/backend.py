@@ -28,6 +28,9 @@ class Backend(Protocol):
 
     def wait(self) -> None: ...
 
+    def check(self) -> None:
+        """Raise DeviceError when the ranks lost touch: outputs since then must not be used."""
+
     def read(self, name: str, rank: int = 0) -> Array:
         """A copy of a shared value (state or table) in float32/int32, after ``wait``."""
 
@@ -51,6 +54,9 @@ class VMBackend:
         self.machine.run(phase)
 
     def wait(self) -> None:
+        return None
+
+    def check(self) -> None:
         return None
 
     def read(self, name: str, rank: int = 0) -> Array:

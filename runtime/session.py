@@ -10,6 +10,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from compiler.control import MAX_STOPS, PAGE, ControlLimits, DeviceFault, Finish
 from compiler.ir.op import Array
 from compiler.program.model import Phase
@@ -290,6 +292,7 @@ class Session:
                 result = read_egress(self.backend.egress, self.limits.lanes, self._read)
                 if result is None:
                     raise EngineFault(f"step {self._read} left no result: the device stopped")
+            self.backend.check()
             self._read += 1
             self._ingress.consumed(self._read)
             self._apply(result)
@@ -310,6 +313,11 @@ class Session:
             if lane.finish:
                 self._release(lane)
 
+    def logits(self, phase: str, rows: int) -> Array:
+        """The first ``rows`` rows of the logits of the last launch of ``phase``, all ranks' shares of the vocabulary."""
+        parts = [self.backend.read_activation(phase, name, rows) for name in self.program.phases[phase].outputs]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
     # -- scoring
 
     def score(self, ids: Sequence[int]) -> Iterator[Array]:
@@ -320,7 +328,6 @@ class Session:
             raise RequestError("scoring needs an idle session")
         check_ids(ids, self.limits)
         phase = self.program.phases["score"]
-        logits = phase.outputs[0]
         lane = Lane(0, Request(list(ids), 1), self._free_slots[0], self._free_pages[: -(-len(ids) // PAGE)],
                     self.step)
         self._write_lane(lane)
@@ -336,4 +343,4 @@ class Session:
                 write(at, "sc_positions", list(range(start, start + count)), (axis, 0))
             self._launch("score")
             self._collect(self.step)
-            yield self.backend.read_activation("score", logits, count)
+            yield self.logits("score", count)

@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from compiler.control import EGRESS_ENTRIES, FAULT, egress_extent, egress_words
 from compiler.ir.op import Array
 from compiler.ir.types import DTYPE_BYTES, Kind
-from compiler.program.model import CONTROL, DEVICE_REGIONS, EGRESS, RING, WEIGHTS, Arg, Placement, Program
+from compiler.passes.schedule import CHANNEL
+from compiler.passes.shard import at
+from compiler.program.model import CONTROL, DEVICE_REGIONS, EGRESS, RING, WEIGHTS, Arg, Phase, Placement, Program
 from runtime.control import Ingress
 from runtime.cuda.device import Device, PinnedBuffer
 from runtime.cuda.driver import DeviceError
 from runtime.cuda.graph import EagerPhase, GraphPhase
-from runtime.cuda.modules import Modules, PackedArgs
+from runtime.cuda.modules import Modules, PackedArgs, describe
+from runtime.cuda.transport import STAGED, Exchange, Staging, choose, payload_bytes, slot_words
 from runtime.vm.weights import WeightStore
 
 Progress = Callable[[int, int], None]
@@ -28,12 +32,13 @@ class CudaBackend:
     """
 
     def __init__(self, program: Program, weights: WeightStore, devices: list[int], eager: bool = False,
-                 progress: Progress | None = None) -> None:  # fmt: skip
+                 progress: Progress | None = None, transport: str = "auto") -> None:  # fmt: skip
         self.program = program
         if len(devices) != program.tp:
             raise DeviceError(f"the program needs {program.tp} device(s), {len(devices)} are given")
         self.devices = [Device(index) for index in devices]
         self._buffers: list[PinnedBuffer] = []
+        self.exchange: Exchange | None = None
         self._phases: dict[str, GraphPhase | EagerPhase] = {}
         try:
             for device in self.devices:
@@ -44,7 +49,7 @@ class CudaBackend:
             ]
             self._host = {name: self._pinned(program.regions[0][name]) for name in (RING, EGRESS)}
             self.ring = self._host[RING].array.view(np.uint32)
-            self.egress = self._host[EGRESS].array.view(np.int32)
+            self.egress = self._host[EGRESS].array.view(np.int32)[: egress_extent(program.limits)]
             self.ingress = Ingress(self.ring, program.limits)
             self.modules = Modules(program.kernels, self.devices)
             self._upload(weights, progress)
@@ -54,15 +59,20 @@ class CudaBackend:
                                                 np.array(words, dtype=np.int64).astype(np.int32))  # fmt: skip
             for device in self.devices:
                 device.synchronize()
+            if program.tp > 1:
+                chosen = choose(program, self.modules, self.devices, transport)
+                self.exchange = Exchange(self.devices, slot_words(program), chosen)
             self._args: list[PackedArgs] = []
             for name, phase in program.phases.items():
-                packed = [PackedArgs(item.args, self.argument_address) for item in phase.calls]
+                self._check_pointers(phase)
+                packed = [PackedArgs(self._complete(item.args), self.argument_address) for item in phase.calls]
                 self._args.extend(packed)
+                staging = self._staging(phase)
                 if eager:
-                    self._phases[name] = EagerPhase(phase, self.modules, packed, self.devices)
+                    self._phases[name] = EagerPhase(phase, self.modules, packed, self.devices, staging)
                 else:
                     self._phases[name] = GraphPhase(phase, self.modules, packed, self.devices,
-                                                    program.caps.programmatic_edges)  # fmt: skip
+                                                    program.caps.programmatic_edges, staging)  # fmt: skip
         except BaseException:
             self.close()
             raise
@@ -73,8 +83,11 @@ class CudaBackend:
         if want.rstrip("a") != have.rstrip("a"):
             raise DeviceError(f"device {device.index} ({info.name}) is {have}, the program was compiled for {want}; "
                               "compile again with --arch native")  # fmt: skip
-        rank = self.devices.index(device)
-        need = sum(self.program.regions[rank].get(name, 0) for name in DEVICE_REGIONS)
+        ranks = [rank for rank, other in enumerate(self.devices) if other.index == device.index]
+        if len(ranks) > 1 and self.program.caps.sms * len(ranks) > info.sms:
+            raise DeviceError(f"device {device.index} is to run {len(ranks)} ranks: a test mode, for programs compiled for "
+                              f"{info.sms // len(ranks)} multiprocessors (this one: {self.program.caps.sms})")  # fmt: skip
+        need = sum(self.program.regions[rank].get(name, 0) for name in DEVICE_REGIONS for rank in ranks)
         if need > info.free:
             raise DeviceError(f"device {device.index} ({info.name}): {need / 2**30:.2f} GiB are needed, "
                               f"{info.free / 2**30:.2f} GiB are free; lower --max-context or --max-concurrency")  # fmt: skip
@@ -83,6 +96,55 @@ class CudaBackend:
         buffer = PinnedBuffer(nbytes)
         self._buffers.append(buffer)
         return buffer
+
+    def _complete(self, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
+        return args if self.exchange is None else self.exchange.complete(args)
+
+    def _staging(self, phase: Phase) -> Staging | None:
+        if self.exchange is None or self.exchange.transport != STAGED:
+            return None
+        return Staging(self.exchange, self.argument_address, lambda op: payload_bytes(self.program, phase, op))
+
+    def _check_pointers(self, phase: Phase) -> None:
+        """Every pointer of a rank's kernel lies in that rank's memory, the channel of an exchange apart."""
+        for item in phase.calls:
+            for arg in item.args:
+                if arg.kind == "pointer" and arg.rank != item.rank:
+                    raise DeviceError(f"{describe(item)}: argument {arg.name} of rank {item.rank} points to rank {arg.rank}")
+
+    def check(self) -> None:
+        """Raise DeviceError when a rank gave up waiting for the other: nothing that was computed since may be used."""
+        if self.exchange is not None and self.exchange.lost():
+            raise DeviceError("the two devices lost touch inside a step (an exchange did not arrive in time); the process must "
+                              "end")  # fmt: skip
+
+    def check_lockstep(self, step: int) -> None:
+        """Compare the egress entries of all ranks of ``step`` (0-based, complete). Nothing to do on one rank.
+
+        Raises DeviceError naming the first word that differs."""
+        self.wait()
+        words, entry = egress_extent(self.program.limits), egress_words(self.program.limits.lanes)
+        rings = self._host[EGRESS].array.view(np.int32)
+        start = step % EGRESS_ENTRIES * entry
+        for rank in range(1, self.program.tp):
+            mine, other = rings[start : start + entry], rings[rank * words + start : rank * words + start + entry]
+            if not np.array_equal(mine, other):
+                word = int(np.argmax(mine != other))
+                raise DeviceError(f"step {step}: egress word {word} is {mine[word]} on rank 0, {other[word]} on rank {rank}")
+
+    def resynchronise(self) -> None:
+        """After a lost exchange: agree on the next sequence number, forget old words and the fault. Nothing may be running."""
+        if self.exchange is None:
+            return
+        self.wait()
+        places = [self.program.placements[at("exchange_sequence", rank)] for rank in range(self.program.tp)]
+        numbers = [self.devices[p.rank].download(self.address(p), 16).view(np.uint32) for p in places]
+        following = max(int(n[1]) for n in numbers)
+        self.exchange.clear()
+        for rank, (place, words) in enumerate(zip(places, numbers, strict=True)):
+            self.devices[rank].upload(self.address(place), np.array([following, following, *words[2:]], np.uint32))
+            step = self.program.placements[at("step", rank)]
+            self.devices[rank].upload(self.address(step) + 4 * FAULT, np.zeros(1, np.int32))
 
     def address(self, place: Placement) -> int:
         """Device address of a placement (host address for the rings)."""
@@ -94,6 +156,8 @@ class CudaBackend:
         """Address that a pointer argument stands for."""
         if arg.region in self._host:
             return self._host[arg.region].address + arg.offset
+        if arg.region in CHANNEL and self.exchange is not None:
+            return self.exchange.address(arg)
         return int(self._regions[arg.rank][arg.region]) + arg.offset
 
     def _upload(self, weights: WeightStore, progress: Progress | None) -> None:
@@ -109,7 +173,13 @@ class CudaBackend:
                     progress(done, total)
 
     def launch(self, phase: str) -> None:
+        if self.exchange is not None:
+            self.exchange.launched(self._exchanges(phase), self.wait)
         self._phases[phase].launch(self.devices[0])
+
+    def _exchanges(self, phase: str) -> int:
+        return sum(op.int_attr("count") for item in self.program.phases[phase].calls for op in item.ops
+                   if op.kind == "exchange_begin" and item.rank == 0)  # fmt: skip
 
     def wait(self) -> None:
         for device in self.devices:
@@ -130,6 +200,7 @@ class CudaBackend:
 
     def read(self, name: str, rank: int = 0) -> Array:
         self.wait()
+        name = at(name, rank)
         value = self.program.values[name]
         return self._read(self.program.placements[name], value.type.dtype, value.type.shape)
 
@@ -143,6 +214,9 @@ class CudaBackend:
         for phase in self._phases.values():
             phase.close()
         self._phases.clear()
+        if self.exchange is not None:
+            self.exchange.close()
+            self.exchange = None
         if hasattr(self, "modules"):
             self.modules.close()
         for buffer in self._buffers:

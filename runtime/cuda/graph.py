@@ -8,20 +8,28 @@ while its predecessor drains; each block waits (griddepcontrol.wait) before it t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-from compiler.program.model import Phase
+from compiler.program.model import Call, Phase
 from runtime.cuda.device import Device
 from runtime.cuda.driver import api, call
 from runtime.cuda.modules import Modules, PackedArgs, describe
+
+
+class StagingLike(Protocol):
+    """Copies of a staged exchange: (rank, destination, source, bytes) in front of the first call of its pair."""
+
+    def is_exchange(self, item: Call) -> bool: ...
+    def pulls(self, phase: Phase, item: Call) -> list[tuple[int, int, int, int]] | None: ...
 
 
 class GraphPhase:
     """An instantiated graph of one phase."""
 
     def __init__(self, phase: Phase, modules: Modules, args: list[PackedArgs], devices: list[Device],
-                 programmatic: bool) -> None:  # fmt: skip
+                 programmatic: bool, staging: StagingLike | None = None) -> None:  # fmt: skip
         driver = api()
+        copies: list[Any] = []
         devices[0].activate()
         self._graph = call(driver.cuGraphCreate(0), f"graph {phase.name}")
         last: dict[int, Any] = {}
@@ -43,7 +51,17 @@ class GraphPhase:
                 call(driver.cuGraphKernelNodeSetAttribute(node, attribute, value), describe(item))
             nodes[item.index] = node
             early = programmatic and item.programmatic
+            if staging is not None and staging.is_exchange(item):
+                pulls = staging.pulls(phase, item)
+                if pulls is not None:
+                    copies = [self._copy(devices[pull[0]], *pull[1:], list(last.values())) for pull in pulls]
+                for copy in copies:  # both: the peer's contribution has arrived, and the own one has been read
+                    self._join(copy, node, False, describe(item))
+                last[item.rank] = node
+                continue
             for before in item.deps:
+                if phase.calls[before].rank != item.rank:
+                    continue  # the ranks' chains are ordered by the exchanges alone
                 if before in branches and (not item.branch or before != max(item.deps)):
                     self._join(nodes[before], node, False, describe(item))
             if item.branch and item.deps and max(item.deps) in nodes:
@@ -55,6 +73,15 @@ class GraphPhase:
             last[item.rank] = node
         self._exec = call(driver.cuGraphInstantiate(self._graph, 0), f"graph {phase.name}: instantiate")
         self._name = phase.name
+
+    def _copy(self, device: Device, target: int, source: int, nbytes: int, after: list[Any]) -> Any:
+        """A copy node that runs once every rank has done what stands before it."""
+        driver = api()
+        params = driver.CUDA_MEMCPY3D()
+        params.srcMemoryType = params.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        params.srcDevice, params.dstDevice = source, target
+        params.WidthInBytes, params.Height, params.Depth = nbytes, 1, 1
+        return call(driver.cuGraphAddMemcpyNode(self._graph, after, len(after), params, device.context), "exchange copy")
 
     def _join(self, before: Any, after: Any, programmatic: bool, what: str) -> None:
         driver = api()
@@ -75,13 +102,21 @@ class GraphPhase:
 class EagerPhase:
     """The same calls as stream launches (``--no-cuda-graph``)."""
 
-    def __init__(self, phase: Phase, modules: Modules, args: list[PackedArgs], devices: list[Device]) -> None:
+    def __init__(self, phase: Phase, modules: Modules, args: list[PackedArgs], devices: list[Device],
+                 staging: StagingLike | None = None) -> None:  # fmt: skip
+        self._staging = staging
         self._phase, self._modules, self._args, self._devices = phase, modules, args, devices
 
     def launch(self, device: Device) -> None:
         driver = api()
         for item, packed in zip(self._phase.calls, self._args, strict=True):
             target = self._devices[item.rank]
+            if self._staging is not None and (pulls := self._staging.pulls(self._phase, item)) is not None:
+                self._settle()
+                for rank, destination, source, nbytes in pulls:
+                    self._devices[rank].activate()
+                    call(driver.cuMemcpyAsync(destination, source, nbytes, self._devices[rank].stream), "exchange copy")
+                self._settle()
             target.activate()
             config = driver.CUlaunchConfig()
             config.gridDimX, config.gridDimY, config.gridDimZ = item.grid
@@ -96,6 +131,10 @@ class EagerPhase:
                 config.attrs, config.numAttrs = [attribute], 1
             kernel = driver.CUfunction(int(self._modules.kernels[item.entry]))
             call(driver.cuLaunchKernelEx(config, kernel, packed.address, 0), describe(item))
+
+    def _settle(self) -> None:
+        for device in self._devices:
+            device.synchronize()
 
     def close(self) -> None:
         return None
