@@ -163,6 +163,7 @@ template <u32 n> NINFERC_DEVICE void products(f32* out, u32 base) {
   pipe.fence();
   pipe.multiply<n>(d, a, wgmma_descriptor(base));
   pipe.multiply<n>(d, wgmma_descriptor(base), wgmma_descriptor(base + 8192));
+  if constexpr (n != 176) pipe.multiply_transposed<n>(d, a, wgmma_descriptor_transposed(base + 8192, 8192));
   pipe.commit();
   pipe.wait<0>();
   for (u32 i = 0; i < n / 2; ++i) out[i * 128 + threadIdx.x] = d[i];

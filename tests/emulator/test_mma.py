@@ -132,3 +132,72 @@ def test_matrix_moves() -> None:
             assert plain[lane, m] == matrices[m, g, 2 * p] | matrices[m, g, 2 * p + 1] << 16
             assert transposed[lane, m] == matrices[m, 2 * p, g] | matrices[m, 2 * p + 1, g] << 16
     np.testing.assert_array_equal(stored.view(np.uint16).reshape(4, 8, 8), matrices)
+
+
+WGMMA = """
+#include <ninferc/base/wgmma.cuh>
+using namespace ninferc;
+// out[64][n] = a[64][64] b: the tiles arrive swizzled.
+// form 0: A from registers, 1: A from shared memory, 2: B with N contiguous.
+template <u32 n> NINFERC_DEVICE void product(const u16* a, const u32x4* a_tile, const u32x4* b_tile, f32* out, u32 form) {
+  NINFERC_DYNAMIC_SMEM(smem);
+  const u32 t = threadIdx.x, lane = lane_id(), g = lane / 4, p = lane % 4, row = warp_id() * 16 + g;
+  for (u32 i = t; i < 512; i += 128) st_shared(smem + i * 16, a_tile[i]);
+  for (u32 i = t; i < 8 * n; i += 128) st_shared(smem + 8192 + i * 16, b_tile[i]);
+  fence_proxy_async_shared();
+  sync_block();
+  f32 d[n / 2] = {};
+  WgmmaPipe pipe;
+  pipe.fence();
+  u32 fragments[4][4];
+  for (u32 k = 0; k < 4; ++k)
+    for (u32 i = 0; i < 4; ++i)
+      fragments[k][i] = *reinterpret_cast<const u32*>(a + (row + 8 * (i & 1)) * 64 + 16 * k + 2 * p + 8 * (i >> 1));
+  const u64 a_at = wgmma_descriptor(shared_address(smem)), b_at = wgmma_descriptor(shared_address(smem) + 8192);
+  const u64 b_transposed = wgmma_descriptor_transposed(shared_address(smem) + 8192, 8192);
+  for (u32 k = 0; k < 4; ++k) {
+    if (form == 0) pipe.multiply<n>(d, fragments[k], b_at + 2 * k);
+    else if (form == 1) pipe.multiply<n>(d, a_at + 2 * k, b_at + 2 * k);
+    else pipe.multiply_transposed<n>(d, fragments[k], b_transposed + 128 * k);
+  }
+  pipe.commit();
+  WAIT;
+  for (u32 j = 0; j < n / 8; ++j)
+    for (u32 i = 0; i < 4; ++i) out[(row + 8 * (i >> 1)) * n + 8 * j + 2 * p + (i & 1)] = d[4 * j + i];
+  pipe.wait<0>();
+}
+NINFERC_KERNEL(wgmma64, 128, 1)(const u16* a, const u32x4* a_tile, const u32x4* b_tile, f32* out, u32 form) {
+  product<64>(a, a_tile, b_tile, out, form);
+}
+NINFERC_KERNEL(wgmma128, 128, 1)(const u16* a, const u32x4* a_tile, const u32x4* b_tile, f32* out, u32 form) {
+  product<128>(a, a_tile, b_tile, out, form);
+}
+"""
+
+
+def swizzled(tile: np.ndarray) -> np.ndarray:
+    """[rows, 64] uint16, 128 bytes a row: 16-byte chunk c of row r moves to chunk c ^ (r % 8)."""
+    rows = np.arange(tile.shape[0])[:, None]
+    result = np.empty((tile.shape[0], 8, 8), np.uint16)
+    result[rows, np.arange(8)[None] ^ rows % 8] = tile.reshape(-1, 8, 8)
+    return result
+
+
+@pytest.mark.parametrize("form", [0, 1, 2])
+@pytest.mark.parametrize("n", [64, 128])
+def test_warpgroup_products(n: int, form: int) -> None:
+    rng = np.random.default_rng(form)
+    a, b = to_bf16(rng.standard_normal((64, 64))), to_bf16(rng.standard_normal((n, 64)))
+    expected = from_bf16(a).astype(np.float64) @ from_bf16(b).astype(np.float64).T
+    panels = np.concatenate([swizzled(b[i:i + 64].T) for i in range(0, n, 64)])
+    args = [a, swizzled(a), panels if form == 2 else swizzled(b)]
+
+    def run(wait: str, seed: int) -> np.ndarray:
+        kernel = compile_kernel(WGMMA.replace("WAIT", wait), name=f"wgmma{n}")
+        out = np.full((64, n), np.nan, np.float32)
+        launch(kernel, 1, 128, [*args, out, form], smem_bytes=8192 + 128 * n, schedule_seed=seed)
+        return out
+
+    for seed in (0, 1, 2):
+        np.testing.assert_allclose(run("pipe.wait<0>()", seed), expected, rtol=0, atol=3e-5)
+    assert any(not np.allclose(run("", seed), expected, rtol=0, atol=3e-5) for seed in (0, 1, 2))
