@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from compiler.ir.graph import OpGraph
 from compiler.ir.op import Op
 from compiler.ir.types import IRError, Ref, TensorType
+from compiler.kernels import exchange
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.passes.schedule import Group
 
@@ -65,12 +66,39 @@ def operands(op: Op) -> dict[str, Ref]:
     return dict(op.refs())
 
 
+def norm_behind(graph: OpGraph, node: int) -> int | None:
+    """The rmsnorm of an exchange's result on the same rank: one kernel can do both."""
+    op = graph.op(node)
+    if op.kind != "exchange_residual":
+        return None
+    for _, after in sorted(graph.dag.out_edges(node)):
+        other = graph.op(after)
+        if other.kind == "rmsnorm" and other.rank == op.rank and other.inputs["x"] == op.outputs["y"]:
+            return int(after)
+    return None
+
+
+def exchange_and_norm(graph: OpGraph, node: int, norm: int, caps: DeviceCaps) -> Group:
+    """An exchange with the norm behind it; both results are stored."""
+    op, behind = graph.op(node), graph.op(norm)
+    spec = exchange.residual_spec(op, graph.types(op), caps, behind)
+    extra = {"norm_w": behind.inputs["w"], "normed": behind.outputs["y"]}
+    return Group(spec, (op, behind), (node, norm), operands(op) | extra, frozenset(), op.rank)
+
+
 def select(graph: OpGraph, caps: DeviceCaps) -> list[Group]:
     """One kernel per op or fused run of ops, in build order. Raises IRError when no family serves an op."""
     import compiler.passes.families  # noqa: F401  registers the choices
 
     groups = []
+    fused: set[int] = set()
     for node, op in graph.ops():
+        if node in fused:
+            continue
+        if (norm := norm_behind(graph, node)) is not None:
+            groups.append(exchange_and_norm(graph, node, norm, caps))
+            fused.add(norm)
+            continue
         if op.kind not in FAMILIES:
             raise IRError(f"op {op.kind} has no kernel family; known: {', '.join(sorted(FAMILIES))}")
         site = Site(graph, op, caps)

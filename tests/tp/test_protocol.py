@@ -1,0 +1,162 @@
+"""The exchange protocol as a model: two ranks as threads, words that become visible late and in any order."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+
+import pytest
+
+from compiler.ops.exchange_begin import number
+
+COUNT = 12  # exchanges of one replay
+
+
+@dataclass
+class Mail:
+    """Memory of one reader: two slots of words. A store lands later, in any order between addresses, in order at one."""
+
+    size: int
+    rng: random.Random
+    cells: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    flying: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def store(self, slot: int, index: int, word: tuple[int, int]) -> None:
+        with self.lock:
+            self.flying.append(((slot, index), word))
+
+    def load(self, slot: int, index: int) -> tuple[int, int]:
+        with self.lock:
+            for _ in range(3):
+                if self.flying and self.rng.random() < 0.7:
+                    pick = self.rng.randrange(len(self.flying))
+                    where = self.flying[pick][0]
+                    first = next(i for i, (other, _) in enumerate(self.flying) if other == where)
+                    self.cells[where] = self.flying.pop(first)[1]
+            return self.cells.get((slot, index), (0, 0))
+
+    def clear(self) -> None:
+        with self.lock:
+            self.cells.clear()
+            self.flying.clear()
+
+
+@dataclass
+class Rank:
+    """One rank's side; ``fault`` names a broken protocol that the tests must notice."""
+
+    rank: int
+    mail: list[Mail]  # by reader
+    sizes: list[int]  # words of each exchange of a replay
+    rng: random.Random
+    fault: str = ""
+    following: int = 2
+    stop_after: int = 1 << 60  # exchanges after which this rank falls silent
+    patience: float = 20.0
+    done: int = 0
+    hung: bool = False
+    wrong: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def value(rank: int, count: int, index: int) -> int:
+        return (rank * 1_000_003 + count * 7919 + index * 31) & 0xFFFFFFFF
+
+    def replay(self) -> None:
+        base, self.following = self.following, number(self.following, len(self.sizes))
+        if self.fault == "zero not skipped":
+            self.following = (base + len(self.sizes)) & 0xFFFFFFFF
+        for ordinal, size in enumerate(self.sizes):
+            if self.done >= self.stop_after:
+                return
+            if self.fault == "zero not skipped":
+                sequence = (base + ordinal) & 0xFFFFFFFF
+            else:
+                sequence = number(base, ordinal)
+            slot = 0 if self.fault == "slot baked in" else sequence % 2
+            for index in self.rng.sample(range(size), size):
+                self.mail[1 - self.rank].store(slot, index, (self.value(self.rank, self.done, index), sequence))
+            if self.rng.random() < 0.1:
+                time.sleep(0.0002)
+            deadline = time.monotonic() + self.patience
+            for index in range(size):
+                while True:
+                    value, stamp = self.mail[self.rank].load(slot, index)
+                    if stamp == sequence or (self.fault == "sequence not checked" and stamp):
+                        break
+                    if self.hung or time.monotonic() > deadline:
+                        self.hung = True
+                        return
+                if value != self.value(1 - self.rank, self.done, index):
+                    self.wrong.append(f"exchange {self.done} word {index}")
+            self.done += 1
+
+
+def pair(seed: int, fault: str = "", start: int = 2, patience: float = 20.0) -> list[Rank]:
+    rng = random.Random(seed)
+    sizes = [rng.choice([1, 3, 9]) for _ in range(COUNT)]
+    mail = [Mail(9, random.Random(seed + i)) for i in range(2)]
+    return [Rank(r, mail, sizes, random.Random(seed + 10 + r), fault, start, patience=patience) for r in range(2)]
+
+
+def run(ranks: list[Rank], replays: int) -> None:
+    def body(rank: Rank) -> None:
+        for _ in range(replays):
+            if not rank.hung:
+                rank.replay()
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("start", [2, (1 << 32) - 30])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_word_is_the_right_one(seed: int, start: int) -> None:
+    """Across replays, across the wrap of the sequence, with ranks that drift apart by up to one exchange."""
+    ranks = pair(seed, start=start)
+    run(ranks, 8)
+    for rank in ranks:
+        assert rank.wrong == [] and not rank.hung and rank.done == 8 * COUNT
+    assert ranks[0].following == ranks[1].following
+
+
+@pytest.mark.parametrize("fault", ["slot baked in", "sequence not checked"])
+def test_the_model_notices_broken_protocols(fault: str) -> None:
+    noticed = False
+    for seed in range(12):
+        ranks = pair(seed, fault, patience=0.3)
+        run(ranks, 6)
+        noticed = noticed or any(rank.wrong or rank.hung for rank in ranks)
+    assert noticed
+
+
+def test_zero_would_be_taken_from_cleared_memory() -> None:
+    """Number 0 equals what cleared memory holds: the reader would take zeros for data. Hence it is skipped."""
+    ranks = pair(1, "zero not skipped", start=(1 << 32) - 4, patience=0.3)
+    for rank in ranks:
+        rank.sizes = [1] * 4 + [9] * 8  # the exchange of number 0 is the first to use most words of its slot
+    run(ranks, 1)
+    assert any(rank.wrong for rank in ranks)
+
+
+def test_dropped_peer_and_restart() -> None:
+    """A rank that falls silent is noticed in time; after both sides agree on a number and clear, all goes on."""
+    ranks = pair(5, patience=0.2)
+    ranks[1].stop_after = 2 * COUNT + 5
+    began = time.monotonic()
+    run(ranks, 6)
+    assert ranks[0].hung and time.monotonic() - began < 5
+    assert ranks[0].done <= 2 * COUNT + 6 and ranks[0].wrong == []
+    following = max(rank.following for rank in ranks)
+    for rank in ranks:
+        for mail in rank.mail:
+            mail.clear()
+        rank.hung, rank.stop_after, rank.following, rank.patience = False, 1 << 60, following, 20.0
+        rank.done = 1000
+    run(ranks, 3)
+    assert [rank.done for rank in ranks] == [1000 + 3 * COUNT] * 2 and not any(rank.wrong for rank in ranks)
