@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import os
 
-from tests.gpu_launch import EmulatorLauncher, GpuLauncher
+# before NumPy is imported: two test processes with a thread per core each would fight over the cores
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+
+from tests.gpu_launch import EmulatorLauncher, GpuLauncher  # noqa: E402
 
 _gpu: list[GpuLauncher] = []
 

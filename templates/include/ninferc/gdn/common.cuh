@@ -8,6 +8,22 @@ namespace ninferc::gdn {
 constexpr f32 l2_eps = 1e-6f;  // added to the sum of squares
 
 // (Σx² + ε)^(-1/2), correctly rounded: a state accumulates thousands of products with normalised keys.
+// e^x for x <= 0, within 0.6 units in the last place (the library's expf allows 2): a decay multiplies the whole state.
+// Cody-Waite reduction by ln 2 in two parts, then the Taylor polynomial on |r| <= ln 2 / 2.
+NINFERC_DEVICE f32 decay_exp(f32 x) {
+  const f32 n = rintf(fmaxf(x, -104.0f) * 1.44269504f);
+  const f32 r = fmaf(-n, 1.42860677e-6f, fmaf(-n, 0.693145752f, fmaxf(x, -104.0f)));
+  f32 p = 1.98412698e-4f;
+  p = fmaf(p, r, 1.38888889e-3f);
+  p = fmaf(p, r, 8.33333333e-3f);
+  p = fmaf(p, r, 4.16666667e-2f);
+  p = fmaf(p, r, 1.66666667e-1f);
+  p = fmaf(p, r, 0.5f);
+  const f32 e = 1.0f + fmaf(r * r, p, r);
+  const i32 half = i32(n) / 2, rest = i32(n) - half;  // in two steps: 2^n alone may lie below the smallest normal number
+  return e * bits_float(u32(half + 127) << 23) * bits_float(u32(rest + 127) << 23);
+}
+
 NINFERC_DEVICE f32 l2_scale(f32 sum_of_squares) { return __frsqrt_rn(sum_of_squares + l2_eps); }
 
 // The lazily committed slot of one lane.

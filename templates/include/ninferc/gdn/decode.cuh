@@ -131,7 +131,7 @@ struct ColumnLoads {
     }
     if (threadIdx.x < count) {
       const u32 t = threadIdx.x;
-      const f32 alpha = expf(g);
+      const f32 alpha = decay_exp(g);
       m.alpha[t] = alpha;
       m.beta[t] = beta;
       if (!S::commit && at.writes_alpha) st_global(p.rec_alpha + (record + first + t) * S::value_heads + at.head, alpha);
