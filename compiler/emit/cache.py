@@ -185,11 +185,7 @@ def _compile_in_processes(folder: Path, todo: dict[str, tuple[Job, str]], count:
     for entry in todo:
         waiting.put(entry)
     ready: queue.SimpleQueue[tuple[str, nvrtc.Cubin | Exception]] = queue.SimpleQueue()
-    workers = [
-        subprocess.Popen([sys.executable, "-m", "compiler.emit.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                         text=True, encoding="utf-8")
-        for _ in range(min(count, len(todo)))
-    ]  # fmt: skip
+    workers = [_start_worker() for _ in range(min(count, len(todo)))]
 
     def serve(worker: subprocess.Popen[str]) -> None:
         while True:
@@ -215,6 +211,18 @@ def _compile_in_processes(folder: Path, todo: dict[str, tuple[Job, str]], count:
             worker.wait()
 
 
+def _start_worker() -> subprocess.Popen[str]:
+    """A compile process. It finds this package wherever the caller found it, never in the current folder (``-P``), and is
+    in a process group of its own: Ctrl-C reaches the caller alone, which ends its workers."""
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command, environment = [sys.executable, "-P", "-m", "compiler.emit.worker"], os.environ | {"PYTHONPATH": path}
+    pipe = subprocess.PIPE
+    if sys.platform == "win32":
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, encoding="utf-8", env=environment,
+                                creationflags=subprocess.CREATE_NEW_PROCESS_GROUP)  # fmt: skip
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, encoding="utf-8", env=environment, process_group=0)
+
+
 def _ask(worker: subprocess.Popen[str], folder: Path, job: Job, key: str) -> nvrtc.Cubin | Exception:
     """One job on one worker: its cubin, or the error to raise."""
     assert worker.stdin and worker.stdout
@@ -229,5 +237,5 @@ def _ask(worker: subprocess.Popen[str], folder: Path, job: Job, key: str) -> nvr
         found = _lookup(folder, job, key)
         return found or CacheError(f"cache folder {folder}: a file that was just written cannot be read")
     if "cache" in answer:
-        return CacheError(f"{answer['cache']}; set NINFERC_CACHE to a writable folder with space")
+        return CacheError(answer["cache"])
     return nvrtc.CompileError(answer.get("compile", f"kernel {job.entry}: the compile process ended"))

@@ -23,8 +23,8 @@ def main() -> None:
             answer: dict[str, bool | str] = {"ok": True}
         except CompileError as error:
             answer = {"ok": False, "compile": str(error)}
-        except OSError as error:
-            answer = {"ok": False, "cache": f"cache folder {item['folder']}: {error.strerror or error}"}
+        except cache.CacheError as error:
+            answer = {"ok": False, "cache": str(error)}
         print(json.dumps(answer), flush=True)
 
 
