@@ -1,28 +1,43 @@
-# make demo | make test | make lint | make setup
-PYTHON ?= python3
+# Python 3.11 or newer with venv is all that is needed; on Windows use the pip lines of README.md.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && exit; done; echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed
+EMULATOR := $(VENV)/.emulator
+PACKAGES := artifacts compiler templates runtime
+WORKERS ?= 2
 
-.PHONY: setup demo test test-shared lint
+.PHONY: setup lint test shared demo clean
 
-setup: $(STAMP)
+setup: $(INSTALLED)
 
-$(STAMP): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	touch $(STAMP)
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
 
-demo: setup
-	$(BIN)/ninferc run examples/tiny-hybrid.ninfer --messages examples/question.json --no-thinking --greedy --max-new 48
+# The kernel emulator needs a C++20 compiler. Where there is none it gets the one of the ziglang package.
+$(EMULATOR): $(INSTALLED)
+	@command -v g++ >/dev/null || command -v clang++ >/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,emulator]'
+	@touch $@
 
-test: setup
-	$(BIN)/python -m pytest -n 2 -m 'not gpu and not gpu2 and not slow and not shared'
+lint: $(INSTALLED)
+	$(BIN)/ruff check $(PACKAGES) tests benchmarks
+	$(BIN)/mypy --strict $(PACKAGES:%=-p %)
 
-# needs the bf16 checkpoint in ../shared
-test-shared: setup
-	$(BIN)/python -m pytest -n 2 -m 'shared and not gpu and not gpu2 and not slow'
+test: $(INSTALLED) $(EMULATOR)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
-lint: setup
-	$(BIN)/ruff check artifacts compiler templates runtime tests benchmarks
-	$(BIN)/mypy
+# Tests that read the published fixtures and the bf16 checkpoint in ../shared.
+shared: $(INSTALLED) $(EMULATOR)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m 'shared and not gpu and not gpu2 and not slow'
+
+demo: $(INSTALLED)
+	@echo 'Question: What is the vault code of Marenth?  (text and question: examples/question.json)' >&2
+	$(BIN)/ninferc run examples/tiny-hybrid.ninfer --messages examples/question.json --greedy
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
