@@ -152,11 +152,13 @@ def build(source: str, flags: Sequence[str], include_dirs: Sequence[Path], links
 @functools.cache
 def runtime_library() -> Path:
     """The emulator's engine as a shared object (NINFERC_EMULATOR_UCONTEXT=1: with the portable context switch)."""
-    text = '#include "runtime.cpp"\n#include "primitives.cpp"\n#include "checks.cpp"\n'
+    # One translation unit, so that the hot paths are inlined.
+    parts = ("schedule", "faults", "blocks", "launch", "warp", "memory", "copies", "checks")
+    text = "".join(f'#include "{part}.cpp"\n' for part in parts)
     flags = ["-fno-semantic-interposition", "-fno-plt"]
     if os.environ.get("NINFERC_EMULATOR_UCONTEXT") == "1":
         flags.append("-DNINFERC_EMULATOR_UCONTEXT")
-    return build(text, flags, (HERE, HERE / "include"))
+    return build(text, flags, (HERE / "engine", HERE / "include"))
 
 
 def build_kernels(source: str, defines: Mapping[str, object], include_dirs: Sequence[Path], arch: int,

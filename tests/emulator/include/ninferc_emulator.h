@@ -1,5 +1,5 @@
 // What CUDA device code finds predefined, for a host compiler.  Included before every kernel source by emulator.py.
-// The functions declared extern "C" in the interface live in runtime.cpp and primitives.cpp.
+// The functions declared extern "C" in the interface live in engine/.
 #pragma once
 #if !defined(__cplusplus) || __cplusplus < 202002L
 #error "the emulator needs C++20"

@@ -1,7 +1,6 @@
-// Device primitives of the emulator: warp collectives, barriers, checked memory, asynchronous copies.
+// Warp collectives and block barriers.
 #include "runtime.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 namespace ninferc_emulator {
@@ -178,79 +177,11 @@ static void collective(Request& r) {
   maybe_preempt(self);
 }
 
-// ---- asynchronous copies ---------------------------------------------------------------------------------------
-// When an asynchronous copy lands: at its wait (late), at once (early), or drawn per copy.
-static bool lands_early() {
-  if (engine.seed == 0) return false;
-  switch (engine.seed % 3) {
-    case 0: return false;
-    case 1: return true;
-    default: return draw(2) == 0;
-  }
-}
-
-static void land(const Copy& copy) {
-  u8* to = static_cast<u8*>(ninferc_emulator_shared_pointer(copy.destination, 0, "cp.async"));
-  check_copy(to, copy);
-  memcpy(to, copy.source, copy.valid);
-  memset(to + copy.valid, 0, copy.bytes - copy.valid);
-}
-
-template <class T>
-static void append(T*& list, u32& count, u32& room, const T& value) {
-  if (count == room) {
-    room = room ? 2 * room : 16;
-    list = static_cast<T*>(realloc(list, room * sizeof(T)));
-    if (!list) fail("out of memory");
-  }
-  list[count++] = value;
-}
-
-static MBarrier& find_mbarrier(u32 address, const char* name) {
-  Block* b = current()->block;
-  for (u32 i = 0; i < b->mbarrier_count; ++i)
-    if (b->mbarriers[i].address == address) return b->mbarriers[i];
-  fail("%s: no mbarrier was initialised at shared address 0x%x", name, address);
-}
-
-static void try_complete(MBarrier& m) {
-  if (m.pending == 0 && m.bytes == 0) {
-    ++m.phase;
-    m.pending = m.expected;
-    engine.idle_sweeps = 0;
-  }
-}
-
-static void deliver(Block* b, u32 i) {
-  const BulkCopy copy = b->bulk[i];
-  b->bulk[i] = b->bulk[--b->bulk_count];
-  u8* to = b->dynamic_shared;  // the block may not be the running one: translate by hand
-  const u32 dynamic_base = shared_dynamic_base();
-  if (copy.destination >= dynamic_base) to += copy.destination - dynamic_base;
-  else to = (b == engine.current_block ? engine.static_shared : b->static_shared) + (copy.destination - shared_window);
-  memcpy(to, copy.source, copy.bytes);
-  for (u32 k = 0; k < b->mbarrier_count; ++k)
-    if (b->mbarriers[k].address == copy.barrier) {
-      b->mbarriers[k].bytes -= copy.bytes;
-      try_complete(b->mbarriers[k]);
-    }
-}
-
-bool flush_bulk_copies() {
-  bool any = false;
-  for (u32 i = 0; i < engine.resident; ++i) {
-    Block* b = engine.blocks[i];
-    while (b->live && b->bulk_count) { deliver(b, draw(b->bulk_count)); any = true; }
-  }
-  return any;
-}
-
 }  // namespace ninferc_emulator
 
 using namespace ninferc_emulator;
 
 extern "C" {
-
 unsigned ninferc_emulator_shuffle(int kind, unsigned mask, unsigned value, unsigned argument, unsigned width) {
   Request r{};
   r.operation = op_shuffle;
@@ -356,163 +287,6 @@ unsigned ninferc_emulator_barrier(unsigned id, unsigned threads, int sync, int p
   if (!sync) return 0;
   hand_over();  // this thread is ready too and is drawn like the others
   return self->barrier_result;
-}
-
-// ---- shared memory ---------------------------------------------------------------------------------------------
-unsigned ninferc_emulator_shared_address(const void* pointer) {
-  const u8* p = static_cast<const u8*>(pointer);
-  const Block* b = current()->block;
-  if (p >= b->dynamic_shared && p <= b->dynamic_shared + engine.dynamic_bytes)
-    return shared_dynamic_base() + u32(p - b->dynamic_shared);
-  if (p >= engine.static_shared && p <= engine.static_shared + engine.static_bytes)
-    return shared_window + u32(p - engine.static_shared);
-  fail("a pointer outside this block's shared memory is used as a shared address");
-}
-
-void* ninferc_emulator_shared_pointer(unsigned address, unsigned long bytes, const char* name) {
-  const u32 dynamic = shared_dynamic_base();
-  if (bytes && bytes <= 16 && address % bytes)
-    fail("%s: shared address 0x%x is not a multiple of %lu", name, address, bytes);
-  if (address >= dynamic && u64(address) + bytes <= u64(dynamic) + engine.dynamic_bytes)
-    return current()->block->dynamic_shared + (address - dynamic);
-  if (address >= shared_window && u64(address) + bytes <= u64(shared_window) + engine.static_bytes)
-    return engine.static_shared + (address - shared_window);
-  if (address >= dynamic)
-    fail("%s out of bounds: bytes %u to %llu of %u bytes of dynamic shared memory", name, address - dynamic,
-         u64(address) - dynamic + bytes, engine.dynamic_bytes);
-  fail("%s out of bounds: shared address 0x%x", name, address);
-}
-
-// Atomic and scoped accesses do not race, and let a block see what others have written.
-static void scoped(const void* pointer) {
-  current()->atomic = pointer;
-  current()->block->acquired = true;
-}
-
-// ---- global memory ---------------------------------------------------------------------------------------------
-void ninferc_emulator_check_global(const void* pointer, unsigned long bytes, int mode, const char* name) {
-  const bool write = mode & 1;
-  if (mode & 2) scoped(pointer);
-  const u64 p = reinterpret_cast<u64>(pointer);
-  if (bytes <= 16 && (bytes & (bytes - 1)) == 0 && p % bytes)
-    fail("%s: address is not a multiple of %lu bytes", name, bytes);
-  for (int i = 0; i < engine.region_count; ++i) {
-    const Region& r = engine.regions[i];
-    if (p < r.begin || p + bytes > r.end) continue;
-    if (write && !(r.flags & region_writable)) fail("%s: argument %d is read-only", name, r.argument);
-    if (engine.require_grid_wait && !(r.flags & region_constant) && !current()->waited)
-      fail("%s: argument %d is touched before grid_dependency_wait", name, r.argument);
-    return;
-  }
-  char where[160];
-  describe_address(p, where, sizeof(where));
-  fail("%s of %lu bytes out of bounds: %s", name, bytes, where);
-}
-
-void ninferc_emulator_poll(const char* name) {
-  Fiber* self = current();
-  self->waits_for = name;
-  self->wait_file = nullptr;
-  poll(self);
-}
-void ninferc_emulator_progress() {
-  engine.idle_sweeps = 0;
-  maybe_preempt(current());
-}
-void ninferc_emulator_atomic(const void* pointer, unsigned long bytes, const char* name) {
-  const u8* p = static_cast<const u8*>(pointer);
-  const Block* b = current()->block;
-  const bool shared = (p >= b->dynamic_shared && p < b->dynamic_shared + engine.dynamic_bytes) ||
-                      (p >= engine.static_shared && p < engine.static_shared + engine.static_bytes);
-  scoped(pointer);
-  if (!shared) ninferc_emulator_check_global(pointer, bytes, 1, name);
-  // A lock is taken by compare-and-swap or exchange: those count as polling.
-  const bool may_spin = strstr(name, "xch") || strstr(name, "CAS") || strstr(name, "cas");
-  if (may_spin) ninferc_emulator_poll(name);
-  else ninferc_emulator_progress();
-}
-
-void ninferc_emulator_grid_wait() {
-  current()->waited = true;
-  ++current()->block->grid_waits;
-}
-unsigned long long ninferc_emulator_timer() { return engine.clock += 100; }
-void ninferc_emulator_sleep(unsigned nanoseconds) {
-  engine.clock += nanoseconds;
-  ninferc_emulator_poll("nano_sleep");
-}
-void ninferc_emulator_trap(const char* message) { fail("%s", message); }
-
-// ---- copies ----------------------------------------------------------------------------------------------------
-void ninferc_emulator_cp_async(unsigned destination, const void* source, unsigned bytes, unsigned valid) {
-  Fiber* self = current();
-  const Copy copy{destination, bytes, valid, self->group, source};
-  check_copy(ninferc_emulator_shared_pointer(destination, bytes, "cp.async"), copy);
-  if (valid) ninferc_emulator_check_global(source, bytes, 0, "cp.async");
-  if (lands_early()) land(copy);
-  else append(self->copies, self->copy_count, self->copy_room, copy);
-}
-void ninferc_emulator_cp_async_commit() { ++current()->group; }
-void ninferc_emulator_cp_async_wait(unsigned pending) {
-  Fiber* self = current();
-  u32 kept = 0;
-  for (u32 i = 0; i < self->copy_count; ++i) {
-    const Copy& c = self->copies[i];
-    if (u64(c.group) + pending < self->group) land(c);
-    else self->copies[kept++] = c;
-  }
-  self->copy_count = kept;
-}
-
-void ninferc_emulator_mbarrier_init(unsigned barrier, unsigned count) {
-  ninferc_emulator_shared_pointer(barrier, 8, "mbarrier_init");
-  if (count == 0) fail("mbarrier_init: the count must be at least 1");
-  Block* b = current()->block;
-  for (u32 i = 0; i < b->mbarrier_count; ++i)
-    if (b->mbarriers[i].address == barrier) fail("mbarrier_init: shared address 0x%x holds an mbarrier already", barrier);
-  append(b->mbarriers, b->mbarrier_count, b->mbarrier_room, MBarrier{barrier, count, count, 0, 0, {}});
-}
-void ninferc_emulator_mbarrier_invalidate(unsigned barrier) {
-  MBarrier& m = find_mbarrier(barrier, "mbarrier_invalidate");
-  Block* b = current()->block;
-  m = b->mbarriers[--b->mbarrier_count];
-}
-void ninferc_emulator_mbarrier_arrive(unsigned barrier, unsigned bytes) {
-  MBarrier& m = find_mbarrier(barrier, "mbarrier_arrive");
-  if (m.pending == 0) fail("mbarrier_arrive: more than the %u arrivals of the phase", m.expected);
-  release_to(m, current()->warp);
-  m.bytes += bytes;
-  --m.pending;
-  try_complete(m);
-  maybe_preempt(current());
-}
-bool ninferc_emulator_mbarrier_try_wait(unsigned barrier, unsigned parity) {
-  Fiber* self = current();
-  const auto done = [&] {
-    const MBarrier& m = find_mbarrier(barrier, "mbarrier_try_wait");
-    if ((m.phase & 1) == (parity & 1)) return false;
-    acquire_from(m, self->warp);
-    return true;
-  };
-  if (done()) return true;
-  Block* b = self->block;
-  for (u32 i = 0; i < b->bulk_count;) {
-    if (b->bulk[i].barrier == barrier) deliver(b, i);
-    else ++i;
-  }
-  if (done()) return true;
-  ninferc_emulator_poll("mbarrier_try_wait");
-  return done();
-}
-void ninferc_emulator_bulk_copy(unsigned destination, const void* source, unsigned bytes, unsigned barrier) {
-  Block* b = current()->block;
-  if (bytes == 0 || bytes % 16) fail("bulk_copy: %u bytes is not a positive multiple of 16", bytes);
-  if (destination % 16 || reinterpret_cast<u64>(source) % 16) fail("bulk_copy: addresses must be multiples of 16");
-  check_bulk_copy(ninferc_emulator_shared_pointer(destination, bytes, "bulk_copy"), bytes);
-  ninferc_emulator_check_global(source, bytes, 0, "bulk_copy");
-  find_mbarrier(barrier, "bulk_copy");
-  append(b->bulk, b->bulk_count, b->bulk_room, BulkCopy{destination, bytes, barrier, source});
-  if (lands_early()) deliver(b, b->bulk_count - 1);
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// State shared by the engine (runtime.cpp) and the primitives (primitives.cpp).
+// State shared by the parts of the engine, which are compiled as one translation unit (toolchain.py).
 #pragma once
 #include "ninferc_emulator_interface.h"
 

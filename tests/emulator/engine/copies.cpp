@@ -1,0 +1,152 @@
+// Asynchronous copies: cp.async, mbarriers, bulk copies.
+#include "runtime.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+namespace ninferc_emulator {
+
+// When an asynchronous copy lands: at its wait (late), at once (early), or drawn per copy.
+static bool lands_early() {
+  if (engine.seed == 0) return false;
+  switch (engine.seed % 3) {
+    case 0: return false;
+    case 1: return true;
+    default: return draw(2) == 0;
+  }
+}
+
+static void land(const Copy& copy) {
+  u8* to = static_cast<u8*>(ninferc_emulator_shared_pointer(copy.destination, 0, "cp.async"));
+  check_copy(to, copy);
+  memcpy(to, copy.source, copy.valid);
+  memset(to + copy.valid, 0, copy.bytes - copy.valid);
+}
+
+template <class T>
+static void append(T*& list, u32& count, u32& room, const T& value) {
+  if (count == room) {
+    room = room ? 2 * room : 16;
+    list = static_cast<T*>(realloc(list, room * sizeof(T)));
+    if (!list) fail("out of memory");
+  }
+  list[count++] = value;
+}
+
+static MBarrier& find_mbarrier(u32 address, const char* name) {
+  Block* b = current()->block;
+  for (u32 i = 0; i < b->mbarrier_count; ++i)
+    if (b->mbarriers[i].address == address) return b->mbarriers[i];
+  fail("%s: no mbarrier was initialised at shared address 0x%x", name, address);
+}
+
+static void try_complete(MBarrier& m) {
+  if (m.pending == 0 && m.bytes == 0) {
+    ++m.phase;
+    m.pending = m.expected;
+    engine.idle_sweeps = 0;
+  }
+}
+
+static void deliver(Block* b, u32 i) {
+  const BulkCopy copy = b->bulk[i];
+  b->bulk[i] = b->bulk[--b->bulk_count];
+  u8* to = b->dynamic_shared;  // the block may not be the running one: translate by hand
+  const u32 dynamic_base = shared_dynamic_base();
+  if (copy.destination >= dynamic_base) to += copy.destination - dynamic_base;
+  else to = (b == engine.current_block ? engine.static_shared : b->static_shared) + (copy.destination - shared_window);
+  memcpy(to, copy.source, copy.bytes);
+  for (u32 k = 0; k < b->mbarrier_count; ++k)
+    if (b->mbarriers[k].address == copy.barrier) {
+      b->mbarriers[k].bytes -= copy.bytes;
+      try_complete(b->mbarriers[k]);
+    }
+}
+
+bool flush_bulk_copies() {
+  bool any = false;
+  for (u32 i = 0; i < engine.resident; ++i) {
+    Block* b = engine.blocks[i];
+    while (b->live && b->bulk_count) { deliver(b, draw(b->bulk_count)); any = true; }
+  }
+  return any;
+}
+
+}  // namespace ninferc_emulator
+
+using namespace ninferc_emulator;
+
+extern "C" {
+
+void ninferc_emulator_cp_async(unsigned destination, const void* source, unsigned bytes, unsigned valid) {
+  Fiber* self = current();
+  const Copy copy{destination, bytes, valid, self->group, source};
+  check_copy(ninferc_emulator_shared_pointer(destination, bytes, "cp.async"), copy);
+  if (valid) ninferc_emulator_check_global(source, bytes, 0, "cp.async");
+  if (lands_early()) land(copy);
+  else append(self->copies, self->copy_count, self->copy_room, copy);
+}
+void ninferc_emulator_cp_async_commit() { ++current()->group; }
+void ninferc_emulator_cp_async_wait(unsigned pending) {
+  Fiber* self = current();
+  u32 kept = 0;
+  for (u32 i = 0; i < self->copy_count; ++i) {
+    const Copy& c = self->copies[i];
+    if (u64(c.group) + pending < self->group) land(c);
+    else self->copies[kept++] = c;
+  }
+  self->copy_count = kept;
+}
+
+void ninferc_emulator_mbarrier_init(unsigned barrier, unsigned count) {
+  ninferc_emulator_shared_pointer(barrier, 8, "mbarrier_init");
+  if (count == 0) fail("mbarrier_init: the count must be at least 1");
+  Block* b = current()->block;
+  for (u32 i = 0; i < b->mbarrier_count; ++i)
+    if (b->mbarriers[i].address == barrier) fail("mbarrier_init: shared address 0x%x holds an mbarrier already", barrier);
+  append(b->mbarriers, b->mbarrier_count, b->mbarrier_room, MBarrier{barrier, count, count, 0, 0, {}});
+}
+void ninferc_emulator_mbarrier_invalidate(unsigned barrier) {
+  MBarrier& m = find_mbarrier(barrier, "mbarrier_invalidate");
+  Block* b = current()->block;
+  m = b->mbarriers[--b->mbarrier_count];
+}
+void ninferc_emulator_mbarrier_arrive(unsigned barrier, unsigned bytes) {
+  MBarrier& m = find_mbarrier(barrier, "mbarrier_arrive");
+  if (m.pending == 0) fail("mbarrier_arrive: more than the %u arrivals of the phase", m.expected);
+  release_to(m, current()->warp);
+  m.bytes += bytes;
+  --m.pending;
+  try_complete(m);
+  maybe_preempt(current());
+}
+bool ninferc_emulator_mbarrier_try_wait(unsigned barrier, unsigned parity) {
+  Fiber* self = current();
+  const auto done = [&] {
+    const MBarrier& m = find_mbarrier(barrier, "mbarrier_try_wait");
+    if ((m.phase & 1) == (parity & 1)) return false;
+    acquire_from(m, self->warp);
+    return true;
+  };
+  if (done()) return true;
+  Block* b = self->block;
+  for (u32 i = 0; i < b->bulk_count;) {
+    if (b->bulk[i].barrier == barrier) deliver(b, i);
+    else ++i;
+  }
+  if (done()) return true;
+  ninferc_emulator_poll("mbarrier_try_wait");
+  return done();
+}
+void ninferc_emulator_bulk_copy(unsigned destination, const void* source, unsigned bytes, unsigned barrier) {
+  Block* b = current()->block;
+  if (bytes == 0 || bytes % 16) fail("bulk_copy: %u bytes is not a positive multiple of 16", bytes);
+  if (destination % 16 || reinterpret_cast<u64>(source) % 16) fail("bulk_copy: addresses must be multiples of 16");
+  check_bulk_copy(ninferc_emulator_shared_pointer(destination, bytes, "bulk_copy"), bytes);
+  ninferc_emulator_check_global(source, bytes, 0, "bulk_copy");
+  find_mbarrier(barrier, "bulk_copy");
+  append(b->bulk, b->bulk_count, b->bulk_room, BulkCopy{destination, bytes, barrier, source});
+  if (lands_early()) deliver(b, b->bulk_count - 1);
+}
+
+}  // extern "C"
