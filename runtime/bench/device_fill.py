@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,8 @@ class Event:
 class SynthWeights(WeightStore):
     """Fills the weights of a (header-only) artifact on the device with the bytes that ``ninferc synth`` would write.
 
-    Whole matrices without padding columns are filled by the device; slices and small vectors are made on the CPU.
+    Large matrices without padding columns are filled by the device (whole ones with exactly those bytes), small
+    objects and their slices are made on the CPU.
     """
 
     def __init__(self, artifact: artifacts.Artifact, seed: int) -> None:
@@ -105,14 +107,17 @@ class SynthWeights(WeightStore):
         assert source is not None
         tensor = self._objects[source.object_index]
         whole = source.rows == ((0, source.object_shape[0]),) and source.cols == ((0, source.object_shape[-1]),)
-        if not whole or row_masks(tensor) is not None or value.nbytes < 1 << 16:
+        if value.nbytes < 1 << 20 or row_masks(tensor) is not None:
             yield from super().upload(value, device, address)
             return
+        if not whole:
+            # a large shard is filled on its own: valid words of the same magnitude, not those of the whole object's shard
+            tensor = replace(tensor, shape=value.type.shape)
         if device.index not in self._tools:
             self._tools[device.index] = ToolKernels(device)
         tools = self._tools[device.index]
         for plane in plane_bits(tensor):
-            key = plane_key(self._seed, source.object_index, plane.index)
+            key = plane_key(self._seed + (0 if whole else 1 + value.rank), source.object_index, plane.index)
             tools.fill(address + plane.offset, plane.bytes, key, plane.mask, plane.add)
         yield value.nbytes
 

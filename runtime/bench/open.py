@@ -14,10 +14,11 @@ from runtime.open import ArtifactWeights, cached_program, is_program, open_progr
 from runtime.vm.weights import WeightStore
 
 
-def open_for_bench(path: Path, device: int, pairs: list[tuple[int, int]], context: int, weights: str, *, score: bool,
-                   card: str | None = None, eager: bool = False, seed: int = 0) -> CudaBackend:  # fmt: skip
-    """A loaded backend. An artifact is compiled for ``pairs`` and at least ``context`` tokens; ``weights`` is ``file`` or
-    ``synth``. Raises UsageError, ProgramError, DeviceError."""
+def open_for_bench(path: Path, devices: list[int], pairs: list[tuple[int, int]], context: int, weights: str, *,
+                   score: bool, card: str | None = None, eager: bool = False, seed: int = 0,
+                   transport: str = "auto") -> CudaBackend:  # fmt: skip
+    """A loaded backend with one rank per device. An artifact is compiled for ``pairs`` and at least ``context`` tokens;
+    ``weights`` is ``file`` or ``synth``. Raises UsageError, ProgramError, DeviceError."""
     from runtime.cli.errors import UsageError
 
     if weights not in ("file", "synth"):
@@ -27,11 +28,11 @@ def open_for_bench(path: Path, device: int, pairs: list[tuple[int, int]], contex
         artifact, built = opened.artifact, opened.program
     else:
         artifact = artifacts.open(path)
-        caps = Device(device).caps()
+        caps = Device(devices[0]).caps()
         if card:
             caps = card_as(card, caps)
         options = CompileOptions(max_context=-(-context // 64) * 64, max_concurrency=max(b for b, _ in pairs),
-                                 pairs=tuple(sorted({(1, 1), *pairs})), score=score)  # fmt: skip
+                                 pairs=tuple(sorted({(1, 1), *pairs})), score=score, tp=len(devices))  # fmt: skip
         built, _ = cached_program(artifact, caps, options)
     source = SynthWeights(artifact, seed) if weights == "synth" else WeightStore(ArtifactWeights(artifact))
-    return CudaBackend(built, source, [device], eager)
+    return CudaBackend(built, source, devices, eager, transport=transport)

@@ -34,7 +34,8 @@ def bench_command(
     weights: Annotated[str, typer.Option("--weights", help="file or synth (random weights made on the GPU).")] = "file",
     output: Annotated[str, typer.Option("-o", help="table or json.")] = "table",
     output_file: Annotated[Path | None, typer.Option("--output-file", help="Write the JSON record here.")] = None,
-    device: Annotated[str, typer.Option("--device", help="CUDA device index.")] = "0",
+    devices: Annotated[str, typer.Option("--devices", help="CUDA device indices, one per rank: 0 or 0,1.")] = "0",
+    transport: Annotated[str, typer.Option("--transport", help="auto, peer, host or staged (two ranks).")] = "auto",
     seed: Annotated[int, typer.Option("--seed")] = 0,
     max_context: Annotated[int | None, typer.Option("--max-context")] = None,
     card: Annotated[str | None, typer.Option("--as", help="Build for the GPU here with that card's capabilities.")] = None,
@@ -48,9 +49,11 @@ def bench_command(
 
     contexts, lanes, widths = _numbers(prompts, "-p"), _numbers(batches, "-b"), _numbers(columns, "-t")
     began = time.perf_counter()
+    ranks = [index - 1 for index in _numbers(",".join(str(int(d) + 1) for d in devices.split(",") if d.isdigit()), "--devices")]
     pairs = [(1, 32), *((b, t) for b in lanes for t in widths)]
     need = max_context or max(contexts) + (steps + 4) * max(widths) + 64
-    backend = open_for_bench(program, int(device), pairs, need, weights, score=False, card=card, eager=no_cuda_graph, seed=seed)
+    backend = open_for_bench(program, ranks, pairs, need, weights, score=False, card=card, eager=no_cuda_graph, seed=seed,
+                             transport=transport)  # fmt: skip
     built = backend.program
     loaded = time.perf_counter()
     try:
@@ -63,12 +66,12 @@ def bench_command(
             "weights": "synthetic, generated on the GPU" if weights == "synth" else "file",
             "cache": "filled with random values",
             "caps": {"arch": built.caps.arch, "as": card or "", "sms": built.caps.sms},
-            "seed": seed, "repeats": repeats, "steps": steps,
+            "tp": built.tp, "devices": ranks, "transport": transport, "seed": seed, "repeats": repeats, "steps": steps,
             "regions_bytes": built.regions, "open_seconds": loaded - began,
         }  # fmt: skip
         rate = bench.read_rate()
         rows: list[dict[str, Any]] = [{"case": "read kernel 8 GiB", "metric": "bandwidth", "value": rate / 1e9, "unit": "GB/s"}]
-        name = f"{built.artifact.model_id}/{built.artifact.weights_id} tp1"
+        name = f"{built.artifact.model_id}/{built.artifact.weights_id} tp{built.tp}"
         bench.fill_caches()
         for context in contexts:
             for b in lanes:
@@ -81,7 +84,7 @@ def bench_command(
                         {"case": case, "metric": "step", "value": timing.median * 1e3, "unit": "ms",
                          "spread": [min(timing.seconds) * 1e3, max(timing.seconds) * 1e3]},
                         {"case": case, "metric": "decode", "value": b * t / timing.median, "unit": "tok/s"},
-                        {"case": case, "metric": "bytes", "value": moved, "unit": "B"},
+                        {"case": case, "metric": "bytes per device", "value": moved, "unit": "B"},
                         {"case": case, "metric": "roofline", "value": moved / rate / timing.median, "unit": "fraction"},
                         {"case": case, "metric": "host per launch", "value": timing.host * 1e6, "unit": "us"},
                     ]  # fmt: skip

@@ -21,7 +21,7 @@ def profile_command(
     from runtime.bench.open import open_for_bench
     from runtime.bench.profile import Profiler
 
-    backend = open_for_bench(program, device, [(lanes, columns)], context + 20 * 4 * columns + 64, weights, score=False)
+    backend = open_for_bench(program, [device], [(lanes, columns)], context + 20 * 4 * columns + 64, weights, score=False)
     try:
         bench = Bench(backend)
         bench.fill_caches()

@@ -31,7 +31,7 @@ def tune_command(
     except ValueError as error:
         raise UsageError(f"--phases {phases!r}: pairs such as 1x1,8x1 are needed") from error
     width = max(t for _, t in pairs)
-    backend = open_for_bench(program, device, pairs, context + 64 * width, weights, score=False)
+    backend = open_for_bench(program, [device], pairs, context + 64 * width, weights, score=False)
     try:
         bench = Bench(backend)
         bench.fill_caches()
