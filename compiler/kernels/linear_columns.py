@@ -30,6 +30,8 @@ FORMATS = {
     "NVFP4": ("nvfp4", 64, 0, 128),
     "FP8_E4M3FN_ROW_BF16S": ("fp8_row", 128, 0, 0),
 }
+# Registers of a thread besides what grows with its sums.
+_REGISTERS = {"bf16": 56, "q4g64": 58, "q5g64": 66, "q6g64": 70, "w8g32": 60, "nvfp4": 58, "fp8_row": 54}
 GROUPED = frozenset({"q4g64", "q5g64", "q6g64", "w8g32"})
 CHUNK = 128
 MAX_SLICES = 8
@@ -144,6 +146,21 @@ def shared_bytes(product: Product, tile: Tile) -> int:
     return ring + tile.warps_r * sums * (2 if tile.resident else 1)
 
 
+def registers_fit(product: Product, tile: Tile) -> bool:
+    """Whether ptxas can be expected to hold a thread's values in the registers that a block of this size leaves it.
+
+    The estimate follows compiled kernels (sm_80 … sm_120); about a tenth below what ptxas takes when it is free still does
+    without spills. Multiprocessors have 65536 registers and give them to four warps at a time.
+    """
+    name = product.kernel_format
+    sums = units_of(product, tile) * 4
+    needed = _REGISTERS[name] + (3.2 if name in GROUPED else 2.5) * sums + (0 if tile.resident else 14)
+    if tile.warps_k == 1:
+        needed += sums * min(2, block_segments(product, tile))
+    threads = ceil(tile.warps_r * tile.warps_k / 4) * 128 * max(1, tile.blocks_per_sm)
+    return 0.9 * needed <= min(255, 65536 // threads // 8 * 8)
+
+
 def problem(product: Product, caps: DeviceCaps) -> str | None:
     """Why no kernel of this family can compute the product on the target; None if one can."""
     if product.format not in FORMATS:
@@ -191,7 +208,7 @@ def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
             for mtiles in (unit, 2 * unit) if few else (unit,):
                 for resident in (True, False) if few else (False,):
                     tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, split, release)
-                    if fits(product, tile, caps):
+                    if registers_fit(product, tile) and fits(product, tile, caps):
                         yield tile
 
 
