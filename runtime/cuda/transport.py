@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -133,7 +134,8 @@ class Exchange:
 
     def close(self) -> None:
         for device, inbox in zip(self.devices, self._inbox, strict=True):
-            device.release(inbox)
+            with suppress(DeviceError):  # of a lost device, which was reported before
+                device.release(inbox)
         for buffer in self._pinned:
             buffer.close()
 

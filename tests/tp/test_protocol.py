@@ -137,11 +137,14 @@ def test_the_model_notices_broken_protocols(fault: str) -> None:
 
 def test_zero_would_be_taken_from_cleared_memory() -> None:
     """Number 0 equals what cleared memory holds: the reader would take zeros for data. Hence it is skipped."""
-    ranks = pair(1, "zero not skipped", start=(1 << 32) - 4, patience=0.3)
-    for rank in ranks:
-        rank.sizes = [1] * 4 + [9] * 8  # the exchange of number 0 is the first to use most words of its slot
-    run(ranks, 1)
-    assert any(rank.wrong for rank in ranks)
+    noticed = False
+    for seed in range(12):
+        ranks = pair(seed, "zero not skipped", start=(1 << 32) - 4, patience=0.3)
+        for rank in ranks:
+            rank.sizes = [1] * 4 + [9] * 8  # the exchange of number 0 is the first to use most words of its slot
+        run(ranks, 1)
+        noticed = noticed or any(rank.wrong for rank in ranks)
+    assert noticed
 
 
 def test_dropped_peer_and_restart() -> None:
