@@ -46,7 +46,8 @@ def compile_command(
         check_target(output)
         if profile is not None:
             profiles.use(profile, gpu_name() if arch == "native" else None)
-        program = compile_to(opened, output, caps, options, compile_progress(say, caps.arch), jobs)
+        with compile_progress(say, caps.arch) as report:
+            program = compile_to(opened, output, caps, options, report, jobs)
     say.summary("program", output)
     say.summary("target", f"{caps.arch}, {caps.sms} multiprocessors")
     say.summary("graphs", " ".join(program.phases))

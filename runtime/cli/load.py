@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,22 +66,22 @@ def open_artifact(path: Path, say: Diagnostics) -> artifacts.Artifact:
     return artifact
 
 
-def compile_progress(say: Diagnostics, arch: str) -> Callable[[int, int, str], None]:
-    """A progress callback of compiling: a bar on a terminal, one line where there is none."""
-    bar = say.progress("compiling kernels", 0)
+@contextmanager
+def compile_progress(say: Diagnostics, arch: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A progress callback of compiling: a bar on a terminal, and one line in any case. Nothing shows when every kernel
+    comes from the cache."""
     started = False
+    with say.progress("compiling kernels", 0) as bar:
 
-    def report(done: int, total: int, entry: str) -> None:
-        nonlocal started
-        if not started and done < total:
-            started = True
-            say.line(f"compiling {total - done} kernels for {arch}")
-        bar.total = total
-        bar.advance(done - bar.done)
-        if done == total:
-            bar.__exit__(None, None, None)
+        def report(done: int, total: int, entry: str) -> None:
+            nonlocal started
+            bar.total = total
+            if not started and done < total:
+                started = True
+                say.line(f"compiling {total - done} kernels for {arch}")
+            bar.advance(done - bar.done)
 
-    return report
+        yield report
 
 
 class Source:
@@ -142,8 +143,8 @@ class Source:
         if self.place.reason:
             self.say.line(f"{self.place.reason}: the program runs on the CPU, on the Python VM")
         if self.program is None:
-            self.program, _ = cached_program(self.artifact, self.caps, self.options,
-                                             compile_progress(self.say, self.caps.arch))  # fmt: skip
+            with compile_progress(self.say, self.caps.arch) as report:
+                self.program, _ = cached_program(self.artifact, self.caps, self.options, report)
         return self.program
 
     def load(self) -> Backend:

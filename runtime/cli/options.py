@@ -55,7 +55,7 @@ def read_pairs(text: str) -> tuple[tuple[int, int], ...]:
 CONTEXT_HELP = "tokens of a sequence, prompt and answer together; default 2048 or the model's own limit"
 
 Arch = Annotated[str | None, typer.Option("--arch", metavar="native|sm_75…sm_121a", help="GPU architecture")]
-Card = Annotated[str | None, typer.Option("--as", metavar="CARD", help="plan for this card, e.g. rtx5090 or h200")]
+Card = Annotated[str | None, typer.Option("--as", metavar="CARD", help="with the capabilities of a card, e.g. rtx5090")]
 MaxContext = Annotated[int | None, typer.Option("--max-context", metavar="N", parser=integer("--max-context", 1, 1 << 20),
                                                 help=CONTEXT_HELP)]  # fmt: skip
 MaxConcurrency = Annotated[int | None, typer.Option("--max-concurrency", metavar="B",

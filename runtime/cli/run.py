@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -99,7 +101,7 @@ def run(
                     say.stream(event.text)
                 elif isinstance(event, ToolCalls):
                     for call in event.calls:
-                        say.line(f"tool call {call}")
+                        say.line(f"tool call {json.dumps(asdict(call), ensure_ascii=False)}")
 
         prepared = time.monotonic() - started
         (outcome,) = generate(session, [job], 1, show)

@@ -25,7 +25,7 @@ from runtime.cli.load import PATIENCE
 from runtime.cuda.driver import api
 from runtime.frontend.sandbox.meter import Limits
 from tests.cli import small_model
-from tests.cli.conftest import plan_folder, rejected, run_cli
+from tests.cli.conftest import rejected, run_cli
 from tests.cli.fake_driver import GIB, FakeDriver
 from tests.models import ROOT
 
@@ -408,18 +408,3 @@ def test_logits_are_not_left_half_written(dense_program: Path, ids_file: Ids, un
     ids = ids_file([int(i) for i in np.arange(200) % 100])
     result = run_cli("logits", dense_program, *CPU, "--ids", ids, "-o", untouched / "x.npy")
     assert result.code == 130 and result.lines[-1] == "ninferc: interrupted" and result.out == b""
-
-
-def test_two_compiles_into_one_folder(tmp_path: Path) -> None:
-    """Two processes at a time, five times each: whoever wins, the folder is whole."""
-    target = tmp_path / "p"
-    template = plan_folder(tmp_path / "template", small_model.opened(), max_context=64, prefill_chunk=128)
-    code = ("import sys; from pathlib import Path; from compiler.program.io import load, save\n"
-            "program = load(Path(sys.argv[1]))\nfor _ in range(5): save(program, Path(sys.argv[2]))")  # fmt: skip
-    writers = [subprocess.Popen([sys.executable, "-c", code, template, target], cwd=ROOT, stderr=subprocess.PIPE)
-               for _ in range(2)]  # fmt: skip
-    for writer in writers:
-        _, errors = writer.communicate(timeout=120)
-        assert writer.returncode == 0, errors
-    assert load(target) == load(template)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["p", "template"]
