@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.errors import ConfigError, FramingError, quoted
+from artifacts.errors import ConfigError, FramingError, quoted, quoted_path
 from artifacts.formats import Array
 
 MAX_HEADER_BYTES = 32 << 20  # a header of the largest supported checkpoint takes under 1 MiB
@@ -71,7 +71,7 @@ def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Any:
             raise ConfigError(f"{quoted(path.name)}: {size} bytes; at most {limit} are allowed")
         return parse_json(path.read_bytes(), path.name)
     except OSError as error:
-        raise ConfigError(f"{quoted(str(path))}: {error.strerror or error}") from None
+        raise ConfigError(f"{quoted_path(path)}: {error.strerror or error}") from None
 
 
 def parse_json(raw: bytes, what: str) -> Any:
@@ -102,7 +102,7 @@ class SourceFile:
             self._handle = path.open("rb", buffering=0)
             self.size = os.fstat(self._handle.fileno()).st_size
         except OSError as error:
-            raise ConfigError(f"{quoted(str(path))}: {error.strerror or error}") from None
+            raise ConfigError(f"{quoted_path(path)}: {error.strerror or error}") from None
 
     def close(self) -> None:
         self._handle.close()

@@ -21,7 +21,7 @@ from artifacts.convert.plan import ConversionPlan, Planner, registered_for
 from artifacts.convert.recipe import Recipe, load_recipe
 from artifacts.convert.sources import Source
 from artifacts.convert.write import Progress, work_elements, write_jobs
-from artifacts.errors import ConfigError, OutputError, quoted
+from artifacts.errors import ConfigError, OutputError, quoted, quoted_path
 from artifacts.formats import Array
 from artifacts.identities.plan import RESOURCES
 from artifacts.identities.registry import DRAFT_HEAD_ROWS
@@ -229,4 +229,4 @@ def _write_report(path: Path, report: dict[str, Any]) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise OutputError(f"{quoted(str(path))}: {error.strerror or error}") from None
+        raise OutputError(f"{quoted_path(path)}: {error.strerror or error}") from None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from artifacts.convert.checkpoint import parse_json
-from artifacts.errors import ConfigError, quoted
+from artifacts.errors import ConfigError, quoted, quoted_path
 from artifacts.formats import Array
 from artifacts.identities.plan import RESOURCES
 
@@ -26,7 +26,7 @@ def _read(path: Path) -> bytes:
             raise ConfigError(f"{quoted(path.name)}: {size} bytes; 1..{MAX_RESOURCE_BYTES} are allowed")
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{quoted(str(path))}: {error.strerror or error}") from None
+        raise ConfigError(f"{quoted_path(path)}: {error.strerror or error}") from None
 
 
 def frontend_resources(directory: Path) -> dict[str, bytes]:
@@ -103,7 +103,7 @@ def read_ranking(path: str | os.PathLike[str], vocabulary: int) -> Array:
         with file.open("rb") as handle:
             raw = handle.read(vocabulary * 8)
     except OSError as error:
-        raise ConfigError(f"{quoted(str(path))}: {error.strerror or error}") from None
+        raise ConfigError(f"{quoted_path(path)}: {error.strerror or error}") from None
     return np.frombuffer(raw, "<i8").astype(np.int64)
 
 

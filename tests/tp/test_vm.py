@@ -104,7 +104,8 @@ def test_prefill_gate(wire: str) -> None:
     exact = goldens["logits_last_300"]
     assert np.abs(two[-1] - exact).max() < 2 * goldens.meta["engine_profile"]["300"]["max_abs"]
     control = kl(whole, other)
-    assert kl(whole, two) <= max(2 * control, 1e-4), (kl(whole, two), control)
+    # the VM's chunk sizes differ far less than an engine's (0.01785 between chunks of 1024 and 128 in the specification)
+    assert kl(whole, two) <= max(2 * control, 0.01785), (kl(whole, two), control)
     assert (whole.argmax(1) == two.argmax(1)).mean() >= 0.93
 
 
@@ -181,3 +182,18 @@ def test_sequence_numbers_skip_zero_and_keep_alternating() -> None:
     for _ in range(2):
         definition(op.kind).reference(op, context(op, arrays, 1))
     assert arrays["s"][BASE] == 9 and arrays["s"][NEXT] == 16
+
+
+@pytest.mark.parametrize("phase", ["decode1x1", "decode1x4", "prefill", "score"])
+def test_pointers_stay_on_their_rank_and_waiting_blocks_are_resident(phase: str) -> None:
+    """No kernel holds a pointer into another rank's memory; the blocks of an exchange fit the multiprocessors at once."""
+    program = models.program("example", "bf16", tp=2, **OPTIONS)
+    waiting = 0
+    for call in program.phases[phase].calls:
+        assert all(arg.rank == call.rank for arg in call.args if arg.kind == "pointer"), call.entry
+        if any(op.kind in ("exchange_residual", "sample_merge") for op in call.ops):
+            waiting += 1
+            assert call.grid[0] * call.grid[1] <= program.caps.sms and call.block <= 256
+    layers = len(program.spec.layer_types)
+    assert waiting == 2 * (2 * layers + (0 if phase == "score" else 1))
+    assert program.regions[0]["weights"] > program.regions[1]["weights"] * 0.9
