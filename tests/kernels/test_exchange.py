@@ -63,6 +63,8 @@ class Site:
         rng = np.random.default_rng(seed)
         self.parts = [(rng.standard_normal((columns, width)) * 10.0 ** rng.integers(-3, 3, (columns, width))).astype(np.float32)
                       for _ in range(2)]  # fmt: skip
+        # where the partial sums cancel, the order of the three terms decides every bit
+        self.parts[1][:, ::3], self.parts[0][:, ::3] = -1e7 - self.parts[1][:, ::3], 1e7 + self.parts[1][:, ::3]
         self.residual = to_bf16(rng.standard_normal((columns, width)))
         self.words = columns * width // (2 if wire == "bf16" else 1)
         self.args: dict[str, Any] = {

@@ -85,28 +85,27 @@ def test_four_ranks_refused_on_two_kv_heads() -> None:
 
 @pytest.mark.parametrize("wire", ["f32", "bf16"])
 def test_prefill_gate(wire: str) -> None:
-    """spec/evaluation.md §3: two ranks may differ from one by no more than one differs from itself at another chunk."""
-    goldens = models.Goldens("dense-small")
-    ids = goldens.ids(300)
+    """spec/evaluation.md §3 with the VM's own control: two ranks deviate from exact numerics, and from one rank, by no more
+    than one rank deviates from exact numerics (a quarter more at most)."""
+    ids = models.Goldens("dense-small").ids(300)
 
-    def logits(**options: Any) -> np.ndarray[Any, Any]:
-        vm = models.machine("dense-small", numerics="engine", max_context=512, **options)
+    def logits(numerics: str = "engine", **options: Any) -> np.ndarray[Any, Any]:
+        vm = models.machine("dense-small", numerics=numerics, max_context=512, prefill_chunk=256, **options)
         return np.concatenate(list(models.session(vm).score(ids))).astype(np.float64)
 
-    def kl(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
-        p, q = (x - x.max(1, keepdims=True) for x in (a, b))
-        p, q = (x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (p, q))
-        return float((np.exp(p) * (p - q)).sum(1).mean())
+    def deviation(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Mean KL, 1 − mean cosine, share of positions whose argmax differs."""
+        p, q = (x - np.log(np.exp(x - x.max(1, keepdims=True)).sum(1, keepdims=True)) - x.max(1, keepdims=True) for x in (a, b))
+        cosine = (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+        return np.array([(np.exp(p) * (p - q)).sum(1).mean(), 1 - cosine.mean(), (a.argmax(1) != b.argmax(1)).mean()])
 
-    whole = logits(prefill_chunk=256)
-    other = logits(prefill_chunk=64, test_chunks=True)
-    two = logits(prefill_chunk=256, tp=2, exchange_prefill=wire)
-    exact = goldens["logits_last_300"]
-    assert np.abs(two[-1] - exact).max() < 2 * goldens.meta["engine_profile"]["300"]["max_abs"]
-    control = kl(whole, other)
-    # the VM's chunk sizes differ far less than an engine's (0.01785 between chunks of 1024 and 128 in the specification)
-    assert kl(whole, two) <= max(2 * control, 0.01785), (kl(whole, two), control)
-    assert (whole.argmax(1) == two.argmax(1)).mean() >= 0.93
+    exact, one, two = logits("exact"), logits(), logits(tp=2, exchange_prefill=wire)
+    control = deviation(exact, one)
+    assert np.all(control > 0)
+    assert np.all(deviation(exact, two) <= 1.25 * control)
+    assert np.all(deviation(one, two) <= 1.25 * control)
+    if wire == "f32":
+        assert np.array_equal(one, two)  # the VM sums prefill products in segments too; kernels do not
 
 
 def context(op: Op, arrays: dict[str, Any], rows: int) -> VMContext:
