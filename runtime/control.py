@@ -47,6 +47,11 @@ class Ingress:
         self.step = 0  # number of the next launch; the device counts along
         self._outstanding: list[tuple[int, int]] = []  # (step, words)
 
+    @property
+    def outstanding_words(self) -> int:
+        """Ring words of records that no completed step has consumed."""
+        return sum(words for _, words in self._outstanding)
+
     def consumed(self, step: int) -> None:
         """Steps below ``step`` have completed: their records' words are free."""
         self._outstanding = [(due, words) for due, words in self._outstanding if due >= step]
@@ -78,7 +83,7 @@ class Ingress:
     def _place(self, step: int, opcode: Opcode, destination: int, payload: Array) -> None:
         need = RECORD_HEADER + payload.size
         used = need if opcode != Opcode.WRAP else RING_WORDS - self._cursor
-        if sum(words for _, words in self._outstanding) + used + RECORD_HEADER > RING_WORDS:
+        if self.outstanding_words + used + RECORD_HEADER > RING_WORDS:
             raise RingFull(f"{used} words do not fit the ingress ring of {RING_WORDS}")
         at = self._cursor
         self._sequence = (self._sequence + 1) & _U32

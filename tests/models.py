@@ -31,9 +31,13 @@ EXAMPLE = ROOT / "examples" / "tiny-hybrid.ninfer"
 _folder = tempfile.TemporaryDirectory(prefix="ninferc-tests-")
 
 
-@cache
 def artifact(name: str, weights: str = "bf16") -> artifacts.Artifact:
     """A fixture (``dense-small`` …), ``tiny-hybrid`` of ../shared, or ``example``, as an open artifact."""
+    return _artifact(name, weights)  # one cache entry, with or without the default written out
+
+
+@cache
+def _artifact(name: str, weights: str) -> artifacts.Artifact:
     if name == "example":
         return artifacts.open(EXAMPLE)
     source = SHARED / "models" / name if name == "tiny-hybrid" else DATA / name

@@ -9,7 +9,7 @@ directory instead, so that the file is at every moment the old one or the new on
 import os
 from pathlib import Path
 
-from artifacts.container.artifact import Frame, read_backup, read_frame
+from artifacts.container.artifact import read_backup
 from artifacts.container.output import output_error, sync_directory
 from artifacts.errors import ArtifactError, FramingError, OutputError, quoted, quoted_path
 
@@ -108,13 +108,6 @@ class Rewrite:
         self._disk.overwrite(self.path, 8, bytes(8))  # a directory of length 0 is an error in every version
         self._disk.overwrite(self.path, PREFIX_BYTES, rest)
         self._disk.overwrite(self.path, 0, prefix)
-
-
-def frame_of(path: Path) -> Frame:
-    """The header of a regular file. Errors: FramingError, DirectoryError."""
-    if not path.is_file():
-        raise FramingError(f"{quoted_path(path)} is not a regular file")
-    return read_frame(read_range(path, 0, 32), path.stat().st_size)
 
 
 def header_bytes(magic: bytes, directory: bytes, payload_start: int) -> bytes:

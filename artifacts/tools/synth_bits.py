@@ -177,7 +177,7 @@ def _constants(tensor: TensorObject) -> list[tuple[int, int]]:
     return [base, scales] if format == "Q4G64_F16S" else [base, (FREE, 0), scales]
 
 
-def _bf16_around_zero(rms: float) -> tuple[int, int]:
+def bf16_around_zero(rms: float) -> tuple[int, int]:
     """Free sign, mantissa and two exponent bits: magnitudes over four octaves."""
     spread = math.sqrt(sum(4.0**k for k in range(4)) / 4 * 7 / 3)
     exponent = round(127 + math.log2(rms / spread))
@@ -199,10 +199,10 @@ def _direct(tensor: TensorObject) -> tuple[int, int]:
     plain_norm = site.endswith(("/gdn", "norm1", "norm2", "merger/norm")) or site.startswith("dflash")
     if leaf.endswith("norm") or (leaf == "weight" and len(tensor.shape) == 1):
         # plain norms multiply by the weight, the others by one plus it
-        return (repeat(0x000F, 16), repeat(0x3F80, 16)) if plain_norm else _bf16_around_zero(0.1)
+        return (repeat(0x000F, 16), repeat(0x3F80, 16)) if plain_norm else bf16_around_zero(0.1)
     if leaf.endswith("bias"):
-        return _bf16_around_zero(0.02)
-    return _bf16_around_zero(target_rms(tensor))
+        return bf16_around_zero(0.02)
+    return bf16_around_zero(target_rms(tensor))
 
 
 def row_masks(tensor: TensorObject) -> list[NDArray[np.uint8]] | None:

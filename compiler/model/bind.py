@@ -15,13 +15,6 @@ from compiler.ir.types import WeightSource
 from compiler.model.spec import ModelError, ModelSpec
 
 
-class ObjectLike(Protocol):
-    name: str
-    shape: tuple[int, ...]
-    format: str
-    layout: str
-
-
 class ArtifactLike(Protocol):
     """The part of ``artifacts.Artifact`` that binding needs."""
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from compiler import control
 from compiler.control import (
     FAULT,
     MAX_PAYLOAD,
@@ -112,6 +111,3 @@ class Begin(OpDef):
     def cost(self, op: Op, types: Mapping[str, TensorType], values: Mapping[str, Value]) -> Cost:
         touched = sum(types[name].nbytes for name in ("tokens", "positions", "lane_ncols"))
         return Cost(touched, touched, 0)
-
-
-__all__ = ["Begin", "apply_records", "control"]

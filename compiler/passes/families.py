@@ -20,7 +20,6 @@ from compiler.kernels import (
 from compiler.kernels.spec import KernelSpec
 from compiler.passes.select import Site, family
 
-COLUMN_LIMIT = 64  # widest bucket of the column kernels; more columns are prefill rows
 _STORE = {"linear": "bf16", "linear_swiglu": "swiglu", "linear_residual": "residual"}
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from artifacts.layouts import get_layout
 from compiler.ir.graph import OpGraph
@@ -75,7 +75,6 @@ class Scheduler:
                     scratch=scratch,
                     internal={name: self.graph.values[name].type for name in sorted(group.internal)},
                     programmatic=self.programmatic,
-                    branch=self._is_branch(group),
                 )
             )
         kept = {name: p for name, p in placements.items() if not name.startswith("call")}
@@ -83,10 +82,6 @@ class Scheduler:
         phase = Phase(self.graph.name, self.graph.phase, self.graph.lanes, self.graph.width, tuple(calls), values, kept,
                       tuple(sorted(self.graph.outputs)))
         return phase, sizes
-
-    def _is_branch(self, group: Group) -> bool:
-        """The gates of GDN are a small product beside the large input projection; both need the norm only."""
-        return self.programmatic and self.graph.phase == "decode" and group.ops[0].kind == "gdn_gates"
 
     def _counters(self, group: Group) -> dict[str, Placement]:
         """Zeroed scratch of a kernel lies outside the arena that calls share: it must still be zero at the next launch."""
@@ -163,7 +158,3 @@ class Scheduler:
         place = placements[ref.value] if ref.value in placements else self.shared[ref.value]
         return Arg(name, "pointer", place.region, place.offset + ref.offset * DTYPE_BYTES[value.type.dtype],
                    rank=place.rank)  # fmt: skip
-
-
-Selector = Callable[[Op], KernelSpec]
-__all__ = ["Group", "Scheduler", "Selector", "replace", "weight_planes"]

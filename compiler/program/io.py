@@ -73,7 +73,6 @@ def _call_json(call: Call) -> dict[str, Any]:
         "scratch": {name: _place_json(p) for name, p in call.scratch.items()},
         "internal": {name: [kind.shape, kind.dtype] for name, kind in call.internal.items()},
         "programmatic": call.programmatic,
-        "branch": call.branch,
     }
 
 
@@ -211,7 +210,6 @@ def _call(index: int, data: dict[str, Any]) -> Call:
         scratch={name: _place(p) for name, p in data["scratch"].items()},
         internal={name: TensorType(tuple(shape), dtype) for name, (shape, dtype) in data["internal"].items()},
         programmatic=data["programmatic"],
-        branch=data["branch"],
     )
 
 

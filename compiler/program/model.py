@@ -17,7 +17,6 @@ from compiler.model.spec import ModelSpec
 WEIGHTS, CONTROL, STATE, WORK = "weights", "control", "state", "work"
 RING, EGRESS = "ring", "egress"
 DEVICE_REGIONS = (WEIGHTS, CONTROL, STATE, WORK)
-HOST_REGIONS = (RING, EGRESS)
 ALIGNMENT = 256
 
 
@@ -68,7 +67,6 @@ class Call:
     scratch: Mapping[str, Placement] = field(default_factory=dict)
     internal: Mapping[str, TensorType] = field(default_factory=dict)
     programmatic: bool = False
-    branch: bool = False  # beside the chain: needs only its dependencies, and only its dependents need it
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ class ToolKernels:
             self._launch("read_all", 2 * self._sms, 512, [address, nbytes, sink])
             stop.record()
             times.append(start.seconds_to(stop))
+        self.device.release(sink)
         return nbytes / float(np.median(times[1:]))
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from artifacts.tools.synth_bits import _bf16_around_zero
+from artifacts.tools.synth_bits import bf16_around_zero
 from compiler.control import MAX_STOPS, PAGE, DeviceFault
 from compiler.ir.types import Kind, Value
-from compiler.program.model import Phase
+from compiler.program.model import Arg, Phase
 from runtime.bench.device_fill import Event, ToolKernels
 from runtime.control import RingFull, read_egress, sampling_words
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.driver import DeviceError
+from runtime.cuda.graph import GraphPhase
+from runtime.cuda.modules import Modules, PackedArgs
 
 FOREVER = 1 << 30
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "top_k": 0, "seed": 0}
@@ -68,7 +71,7 @@ class Bench:
             address = self.backend.address(place)
             tools = self._tools[value.rank]
             if value.kind is Kind.STATE and name.startswith("kv"):
-                mask, add = _bf16_around_zero(1.0)
+                mask, add = bf16_around_zero(1.0)
                 tools.fill(address, value.nbytes, 77 + len(name), mask, add)
             elif value.kind is Kind.STATE and name.startswith("recurrent"):
                 tools.fill(address, value.nbytes, 99 + len(name), 0x807FFFFF807FFFFF, 0x3D0000003D000000)
@@ -132,6 +135,28 @@ class Bench:
                 raise DeviceError(f"bench: lanes did not advance by {width} columns a step")
         return DecodeTiming(seconds, statistics.median(host))
 
+    def replay(self, phase: Phase, modules: Modules, address_of: Callable[[Arg], int], context: int, steps: int) -> float:
+        """Median seconds of one replay of ``phase`` over three runs of ``steps``, all columns active at ``context`` tokens.
+
+        ``phase`` may be a decode phase with calls changed or left out, as long as ``begin`` and ``advance`` are there."""
+        packed = [PackedArgs(item.args, address_of) for item in phase.calls]
+        graph = GraphPhase(phase, modules, packed, self.backend.devices, self.program.caps.programmatic_edges)
+        times = []
+        for _ in range(3):
+            for lane in range(phase.lanes):
+                self.set_lane(lane, context, FOREVER, [1] * (steps * phase.width))
+            start, stop = Event(self.backend.devices[0]), Event(self.backend.devices[0])
+            start.record()
+            for _ in range(steps):
+                graph.launch(self.backend.devices[0])
+                self._ingress.step += 1
+            stop.record()
+            times.append(start.seconds_to(stop) / steps)
+            self.backend.wait()
+            self._ingress.consumed(self.step)
+        graph.close()
+        return statistics.median(times)
+
     def prefill(self, tokens: int, repeats: int) -> list[float]:
         """Seconds from the first launch to the last result of a prompt of random ids, per repeat."""
         phase = self.program.phases["prefill"]
@@ -168,7 +193,7 @@ class Bench:
         scalars = {"pf_lane_slot": 0, "pf_lane_page_row": 0, "pf_lane_ncols": len(chunk), "pf_lane_len": begin}
         for table, value in scalars.items():
             write(at, table, [value], (0,))
-        if sum(words for _, words in self._ingress._outstanding) > 40000:
+        if self._ingress.outstanding_words > 40000:
             self._drain()
 
     def _drain(self) -> None:

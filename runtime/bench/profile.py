@@ -7,15 +7,11 @@ overlaps with neighbours (programmatic edges) or waits for them.
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, replace
 
 from compiler.explain.cost import call_cost
 from compiler.program.model import Phase
-from runtime.bench.device_fill import Event
-from runtime.bench.measure import FOREVER, Bench
-from runtime.cuda.graph import GraphPhase
-from runtime.cuda.modules import PackedArgs
+from runtime.bench.measure import Bench
 
 
 @dataclass(frozen=True)
@@ -38,43 +34,26 @@ class Profiler:
         self._bench = bench
         self._backend = bench.backend
 
-    def _time(self, phase: Phase, keep: list[int], lanes: int, context: int, steps: int) -> float:
+    def _time(self, phase: Phase, keep: list[int], context: int, steps: int) -> float:
         backend = self._backend
-        calls = tuple(replace(phase.calls[i], index=n) for n, i in enumerate(keep))
-        packed = [PackedArgs(item.args, backend.argument_address) for item in calls]
-        graph = GraphPhase(replace(phase, calls=calls), backend.modules, packed, backend.devices,
-                           backend.program.caps.programmatic_edges)  # fmt: skip
-        times = []
-        for _ in range(3):
-            for lane in range(lanes):
-                self._bench.set_lane(lane, context, FOREVER, [1] * (steps * phase.width))
-            start, stop = Event(backend.devices[0]), Event(backend.devices[0])
-            start.record()
-            for _ in range(steps):
-                graph.launch(backend.devices[0])
-                backend.ingress.step += 1
-            stop.record()
-            times.append(start.seconds_to(stop) / steps)
-            backend.wait()
-            backend.ingress.consumed(backend.ingress.step)
-        graph.close()
-        return statistics.median(times)
+        kept = replace(phase, calls=tuple(phase.calls[i] for i in keep))
+        return self._bench.replay(kept, backend.modules, backend.argument_address, context, steps)
 
     def run(self, lanes: int, width: int, context: int, steps: int = 20) -> tuple[float, list[KernelProfile]]:
         """Seconds of the whole step, and its kernels by their share in the graph, largest first."""
         phase = self._backend.program.phases[f"decode{lanes}x{width}"]
         everything = list(range(len(phase.calls)))
-        whole = self._time(phase, everything, lanes, context, steps)
+        whole = self._time(phase, everything, context, steps)
         ends = [everything[0], everything[-1]]
-        empty = self._time(phase, ends, lanes, context, steps)
+        empty = self._time(phase, ends, context, steps)
         out = []
         for entry in dict.fromkeys(item.entry for item in phase.calls):
             mine = [item.index for item in phase.calls if item.entry == entry]
             control = phase.calls[mine[0]].ops[0].kind in ("begin", "advance")
             rest = [i for i in everything if phase.calls[i].entry != entry]
             alone = [ends[0], *mine, ends[1]]  # begin lays out the tokens and the work list that kernels read
-            isolated = self._time(phase, alone, lanes, context, steps) - empty if not control else empty
-            without = whole if control else self._time(phase, rest, lanes, context, steps)
+            isolated = self._time(phase, alone, context, steps) - empty if not control else empty
+            without = whole if control else self._time(phase, rest, context, steps)
             costs = [call_cost(self._backend.program, phase, phase.calls[i], context) for i in mine]
             kinds = "+".join(op.kind for op in phase.calls[mine[0]].ops)
             out.append(KernelProfile(entry, kinds, len(mine), isolated, whole - without,

@@ -8,7 +8,6 @@ when it makes the step faster.
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,10 +18,8 @@ from compiler.ir.op import ref_type
 from compiler.kernels.linear_columns import Product, Tile, candidates, choose, product_of, spec_of
 from compiler.kernels.spec import KernelSpec
 from compiler.program.model import Arg, Call, KernelImage, Phase
-from runtime.bench.device_fill import Event
-from runtime.bench.measure import FOREVER, Bench
-from runtime.cuda.graph import GraphPhase
-from runtime.cuda.modules import Modules, PackedArgs
+from runtime.bench.measure import Bench
+from runtime.cuda.modules import Modules
 
 GAIN = 0.9985  # a tile must make the step at least this much faster: less is noise
 
@@ -42,7 +39,8 @@ class Tuner:
     def __init__(self, bench: Bench, log: Callable[[str], None]) -> None:
         self._bench, self._backend, self._log = bench, bench.backend, log
         self._program = bench.backend.program
-        self._images: dict[str, Any] = {}
+        self._modules = Modules({}, [])
+        self._modules.kernels |= bench.backend.modules.kernels
         self._scratch: dict[str, int] = {}
 
     def _products(self, phase: Phase) -> list[Choice]:
@@ -72,13 +70,13 @@ class Tuner:
 
     def _prepare(self, specs: list[KernelSpec]) -> None:
         """Compile and load kernels under names of their own."""
-        missing = [spec for spec in specs if spec.entry not in self._images]
+        missing = [spec for spec in specs if spec.entry not in self._modules.kernels]
         sources = {spec.entry: render(spec.template, spec.entry, spec.params) for spec in missing}
         arch = self._program.caps.arch
         cubins = compile_all([Job(entry, source, arch) for entry, source in sources.items()])
         images = {s.entry: KernelImage(s, sources[s.entry], cubins[s.entry].image, cubins[s.entry].resources) for s in missing}
         if images:
-            self._images |= Modules(images, self._backend.devices).kernels
+            self._modules.kernels |= Modules(images, self._backend.devices).kernels
 
     def _spec(self, product: Product, tile: Tile) -> KernelSpec:
         spec = spec_of(product, tile, self._program.caps)
@@ -104,28 +102,9 @@ class Tuner:
     def _address(self, arg: Arg) -> int:
         return arg.offset if arg.region == "absolute" else self._backend.argument_address(arg)
 
-    def _time(self, phase: Phase, specs: dict[int, KernelSpec], lanes: int, context: int, steps: int) -> float:
-        backend = self._backend
+    def _time(self, phase: Phase, specs: dict[int, KernelSpec], context: int, steps: int) -> float:
         calls = tuple(self._call(c, specs[c.index]) if c.index in specs else c for c in phase.calls)
-        packed = [PackedArgs(item.args, self._address) for item in calls]
-        modules = _Merged(backend.modules.kernels | self._images)
-        graph = GraphPhase(replace(phase, calls=calls), modules, packed, backend.devices,  # type: ignore[arg-type]
-                           backend.program.caps.programmatic_edges)  # fmt: skip
-        times = []
-        for _ in range(3):
-            for lane in range(lanes):
-                self._bench.set_lane(lane, context, FOREVER, [1] * (steps * phase.width))
-            start, stop = Event(backend.devices[0]), Event(backend.devices[0])
-            start.record()
-            for _ in range(steps):
-                graph.launch(backend.devices[0])
-                backend.ingress.step += 1
-            stop.record()
-            times.append(start.seconds_to(stop) / steps)
-            backend.wait()
-            backend.ingress.consumed(backend.ingress.step)
-        graph.close()
-        return statistics.median(times)
+        return self._bench.replay(replace(phase, calls=calls), self._modules, self._address, context, steps)
 
     def run(self, lanes: int, width: int, context: int, variants: int = 24, steps: int = 12) -> dict[str, dict[str, Any]]:
         """Tiles by product key for one phase."""
@@ -137,21 +116,14 @@ class Tuner:
             tried[choice.product.key] += [tile for tile in extra if tile not in tried[choice.product.key]]
         self._prepare([self._spec(c.product, tile) for c in choices for tile in tried[c.product.key]])
         specs: dict[int, KernelSpec] = {}
-        best = self._time(phase, specs, lanes, context, steps)
+        best = self._time(phase, specs, context, steps)
         first = best
         for choice in sorted(choices, key=lambda c: -len(c.calls) * c.product.n * c.product.k):
             for tile in tried[choice.product.key]:
                 trial = specs | {index: self._spec(choice.product, tile) for index in choice.calls}
-                seconds = self._time(phase, trial, lanes, context, steps)
+                seconds = self._time(phase, trial, context, steps)
                 if seconds < best * GAIN:
                     best, specs, choice.tile = seconds, trial, tile
             self._log(f"{choice.product.key}: {choice.tile} step {best * 1e3:.3f} ms")
         self._log(f"decode{lanes}x{width}: step {first * 1e3:.3f} ms -> {best * 1e3:.3f} ms")
         return {choice.product.key: asdict(choice.tile) for choice in choices}
-
-
-@dataclass(frozen=True)
-class _Merged:
-    """Kernels of the program and of the variants, as a graph wants them."""
-
-    kernels: dict[str, Any]

@@ -12,15 +12,15 @@ from typing import Annotated, Any
 import typer
 
 
-def _numbers(text: str, option: str) -> list[int]:
+def _numbers(text: str, option: str, least: int = 1) -> list[int]:
     from runtime.cli.errors import UsageError
 
     try:
-        values = [int(part) for part in text.split(",") if part]
+        values = [int(part) for part in text.split(",")]
     except ValueError:
         values = []
-    if any(v < 1 for v in values) or (text and not values):
-        raise UsageError(f"{option} {text!r}: a comma-separated list of positive integers is needed")
+    if not values or min(values) < least:
+        raise UsageError(f"{option} {text!r}: a comma-separated list of integers from {least} on is needed")
     return values
 
 
@@ -43,13 +43,14 @@ def bench_command(
     skip_prefill: Annotated[bool, typer.Option("--skip-prefill")] = False,
 ) -> None:
     """Measure a program on the GPU; every record says what it was measured on and with."""
+    from runtime.bench.device_fill import MINIMUM_READ_RATE
     from runtime.bench.environment import describe, gpu_state
     from runtime.bench.measure import Bench
     from runtime.bench.open import open_for_bench
 
     contexts, lanes, widths = _numbers(prompts, "-p"), _numbers(batches, "-b"), _numbers(columns, "-t")
     began = time.perf_counter()
-    ranks = [index - 1 for index in _numbers(",".join(str(int(d) + 1) for d in devices.split(",") if d.isdigit()), "--devices")]
+    ranks = _numbers(devices, "--devices", least=0)
     pairs = [(1, 32), *((b, t) for b in lanes for t in widths)]
     need = max_context or max(contexts) + (steps + 4) * max(widths) + 64
     backend = open_for_bench(program, ranks, pairs, need, weights, score=False, card=card, eager=no_cuda_graph, seed=seed,
@@ -70,6 +71,10 @@ def bench_command(
             "regions_bytes": built.regions, "open_seconds": loaded - began,
         }  # fmt: skip
         rate = bench.read_rate()
+        record["roofline_void"] = "H200" in record["gpu"][0] and rate < MINIMUM_READ_RATE
+        if record["roofline_void"]:
+            print(f"the read kernel reached {rate / 1e12:.2f} TB/s of at least {MINIMUM_READ_RATE / 1e12}: roofline fractions "
+                  "of this run are void", file=sys.stderr)  # fmt: skip
         rows: list[dict[str, Any]] = [{"case": "read kernel 8 GiB", "metric": "bandwidth", "value": rate / 1e9, "unit": "GB/s"}]
         name = f"{built.artifact.model_id}/{built.artifact.weights_id} tp{built.tp}"
         bench.fill_caches()

@@ -12,7 +12,7 @@ from compiler.ir.op import Array
 from compiler.ir.types import DTYPE_BYTES, Kind
 from compiler.passes.schedule import CHANNEL
 from compiler.passes.shard import at
-from compiler.program.model import CONTROL, DEVICE_REGIONS, EGRESS, RING, WEIGHTS, Arg, Phase, Placement, Program
+from compiler.program.model import DEVICE_REGIONS, EGRESS, RING, WEIGHTS, Arg, Phase, Placement, Program
 from runtime.control import Ingress
 from runtime.cuda.device import Device, PinnedBuffer
 from runtime.cuda.driver import DeviceError
@@ -225,6 +225,3 @@ class CudaBackend:
         for device in self.devices:
             device.close()
         self.devices = []
-
-
-__all__ = ["CONTROL", "CudaBackend"]

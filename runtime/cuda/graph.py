@@ -1,9 +1,9 @@
 """Build a phase as one CUDA graph, node by node, and launch phases eagerly with the same kernels.
 
-The nodes of a rank form a chain, which joins any two calls that share a range by a full-completion path. A small kernel
-that does not need its predecessor's result is a branch: it starts behind the call it does need, beside the chain, and the
-calls that need it wait for its completion. Where the device has programmatic edges, a node may start
-while its predecessor drains; each block waits (griddepcontrol.wait) before it touches what the predecessor wrote.
+The nodes of a rank form a chain, which joins any two calls that share a range by a full-completion path; branches were
+measured and gain nothing (docs/performance.md). The ranks' chains are ordered by the exchanges alone. Where the device has
+programmatic edges, a node may start while its predecessor drains; each block waits (griddepcontrol.wait) before it touches
+what the predecessor wrote.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ class GraphPhase:
         devices[0].activate()
         self._graph = call(driver.cuGraphCreate(0), f"graph {phase.name}")
         last: dict[int, Any] = {}
-        nodes: dict[int, Any] = {}
-        branches: set[int] = set()
         for item, packed in zip(phase.calls, args, strict=True):
             params = driver.CUDA_KERNEL_NODE_PARAMS()
             params.kern = modules.kernels[item.entry]
@@ -49,8 +47,6 @@ class GraphPhase:
                 value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = item.cluster
                 attribute = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
                 call(driver.cuGraphKernelNodeSetAttribute(node, attribute, value), describe(item))
-            nodes[item.index] = node
-            early = programmatic and item.programmatic
             if staging is not None and staging.is_exchange(item):
                 pulls = staging.pulls(phase, item)
                 if pulls is not None:
@@ -59,17 +55,8 @@ class GraphPhase:
                     self._join(copy, node, False, describe(item))
                 last[item.rank] = node
                 continue
-            for before in item.deps:
-                if phase.calls[before].rank != item.rank:
-                    continue  # the ranks' chains are ordered by the exchanges alone
-                if before in branches and (not item.branch or before != max(item.deps)):
-                    self._join(nodes[before], node, False, describe(item))
-            if item.branch and item.deps and max(item.deps) in nodes:
-                self._join(nodes[max(item.deps)], node, early, describe(item))
-                branches.add(item.index)
-                continue
             if item.rank in last:
-                self._join(last[item.rank], node, early, describe(item))
+                self._join(last[item.rank], node, programmatic and item.programmatic, describe(item))
             last[item.rank] = node
         self._exec = call(driver.cuGraphInstantiate(self._graph, 0), f"graph {phase.name}: instantiate")
         self._name = phase.name

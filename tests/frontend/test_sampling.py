@@ -20,7 +20,8 @@ from runtime.frontend.presets import (
     preset,
     read_generation_config,
 )
-from runtime.frontend.sampling_reference import (
+from tests.frontend.resources import TINY
+from tests.frontend.sampling_reference import (
     Purpose,
     argmax,
     draw,
@@ -29,7 +30,6 @@ from runtime.frontend.sampling_reference import (
     speculative_round,
     uniform,
 )
-from tests.frontend.resources import TINY
 
 OPS = TINY.parent / "ops-prod-heads"
 META = json.loads((OPS / "meta.json").read_text(encoding="utf-8"))
