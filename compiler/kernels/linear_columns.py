@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
 
@@ -35,6 +35,7 @@ _REGISTERS = {"bf16": 56, "q4g64": 58, "q5g64": 66, "q6g64": 70, "w8g32": 60, "n
 GROUPED = frozenset({"q4g64", "q5g64", "q6g64", "w8g32"})
 CHUNK = 128
 MAX_SLICES = 8
+PUSH_COLUMNS = 8  # columns up to which a product sends its partial sums itself
 EARLY_RELEASE = 24 << 20  # weights below this many bytes: a short kernel
 MIN_CHUNKS = 5  # chunks of a slice below which its share of the final sum costs too much
 
@@ -48,14 +49,15 @@ class Product:
     k: int
     columns: int
     segments: int = 1
-    epilogue: str = "store"  # store, store_f32, swiglu, residual
+    epilogue: str = "store"  # store, store_f32, push_f32, swiglu, residual
     norm: bool = False  # rmsnorm of x in the prologue
 
     @property
     def key(self) -> str:
         """Name of the product in device profiles; products of a bucket share a tile."""
         norm = "+norm" if self.norm else ""
-        return f"{self.kernel_format} {self.n}x{self.k} c{self.bucket} s{self.segments} {self.epilogue}{norm}"
+        epilogue = self.epilogue.replace("push", "store")  # the same work but for what leaves the device
+        return f"{self.kernel_format} {self.n}x{self.k} c{self.bucket} s{self.segments} {epilogue}{norm}"
 
     @property
     def kernel_format(self) -> str:
@@ -175,6 +177,8 @@ def problem(product: Product, caps: DeviceCaps) -> str | None:
         return f"K = {product.k} in {product.segments} segments; {product.format} needs multiples of {CHUNK}"
     if product.kernel_format == "nvfp4" and (product.outputs % 128 or product.k // product.segments % 64):
         return f"[{product.n}, {product.k}] in NVFP4; outputs in multiples of 128 and K per segment of 64 are needed"
+    if product.epilogue == "push_f32" and product.columns > PUSH_COLUMNS:
+        return f"{product.columns} columns to send as they are finished; at most {PUSH_COLUMNS} are"
     if product.epilogue == "swiglu" and product.n % 2:
         return f"{product.n} rows of gate and up; an even number is needed"
     return None
@@ -278,7 +282,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         blocks = min(blocks, max(1, caps.sms * tile.blocks_per_sm // sharers))
     blocks *= sharers
     threads, smem = 32 * tile.warps_r * tile.warps_k, shared_bytes(product, tile)
-    suffix = {"store": "", "store_f32": "_f32", "swiglu": "_swiglu", "residual": "_residual"}[product.epilogue]
+    suffix = {"store": "", "store_f32": "_f32", "push_f32": "_push"}.get(product.epilogue, f"_{product.epilogue}")
     if product.segments > 1:
         suffix = f"_s{product.segments}{suffix}"
     args = ["x", "x_stride", "w_codes", "w_high", "w_scales", "w_divisor"]
@@ -292,6 +296,8 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         units = tiles_of(product, tile) * units_of(product, tile) * (product.bucket // product.block_columns)
         scratch = {"partials": product.segments * units * 512, "arrivals": units * 4}
         args += scratch
+    if product.epilogue == "push_f32":
+        args += ["outbox", "sequence", "step", "ordinal", "transport", "slot_words"]
     args += ["y", "y_stride", "columns"]
     if norm:
         args.append("eps")
@@ -327,7 +333,7 @@ def product_of(op: Op, types: Mapping[str, TensorType], format: str, norm: bool 
     """The product of a ``linear``, ``linear_swiglu`` or ``linear_residual`` op whose weight has the artifact's ``format``."""
     n, k = types["w"].shape
     segments = op.int_attr("segments") if "segments" in op.attrs else 1
-    epilogue = "store_f32" if op.attrs.get("f32") else _EPILOGUES[op.kind]
+    epilogue = "push_f32" if "sequence" in op.inputs else "store_f32" if op.attrs.get("f32") else _EPILOGUES[op.kind]
     return Product(format, n, k, types["x"].shape[0], segments, epilogue, norm)
 
 
@@ -344,4 +350,5 @@ def linear_spec(op: Op, types: Mapping[str, TensorType], format: str, x_row: int
     product = product_of(op, types, format, norm is not None)
     if reason := problem(product, caps):
         raise IRError(f"op {op.kind} (layer {op.layer}): {reason}")
-    return spec_of(product, choose(product, caps), caps, norm.float_attr("eps") if norm else 0.0)
+    spec = spec_of(product, choose(product, caps), caps, norm.float_attr("eps") if norm else 0.0)
+    return replace(spec, scalars=dict(spec.scalars) | {"ordinal": op.int_attr("ordinal")}) if "sequence" in op.inputs else spec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,13 @@ from compiler.emit.render import render
 from compiler.ir.op import Op, bf16_round
 from compiler.ir.types import Ref, TensorType
 from compiler.kernels.exchange import begin_spec, candidates_spec, merge_spec, residual_spec
+from compiler.kernels.linear_columns import Product, Tile, choose, problem, spec_of
 from compiler.kernels.spec import KernelSpec
 from compiler.ops.exchange_begin import number
 from compiler.ops.sample import MAX_CANDIDATES
 from tests.emulator.harness import from_bf16, to_bf16
 from tests.gpu_launch import EmulatorLauncher
+from tests.kernels.encoded_weights import random_weights
 
 Array = np.ndarray[Any, Any]
 PEER, HOST, STAGED = range(3)
@@ -196,3 +199,44 @@ def test_greedy_ties_take_the_lowest_row(kernel_backend: Any, transport: int, ra
         "outbox": np.zeros(2 * words, np.uint64), "inbox": inbox, "relay": np.zeros(2 * words, np.uint64),
         "hang": np.zeros(1, np.uint32), "transport": transport, "slot_words": words})  # fmt: skip
     assert token.tolist() == [50, 96, 100]
+
+
+PUSHED = [("NVFP4", 128, 640, 1, None), ("BF16", 40, 200, 8, None), ("Q5G64_F16S", 50, 1280, 3, None),
+          ("W8G32_F16S", 80, 2560, 5, Tile(1, 2, 1, 3, True, 1, split=True)),
+          ("FP8_E4M3FN_ROW_BF16S", 33, 336, 2, None)]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["peer", "host", "staged", "lost"])
+@pytest.mark.parametrize(("format", "n", "k", "columns", "tile"), PUSHED, ids=lambda value: str(value).replace(" ", ""))
+def test_a_product_sends_what_it_stores(kernel_backend: Any, format: str, n: int, k: int, columns: int, tile: Tile | None,
+                                        case: str) -> None:  # fmt: skip
+    """Every partial sum leaves as one word as well, of the exchange's number, none twice and none for rows that do not exist;
+    nothing leaves where copies carry the sums or after the peer was lost."""
+    rng, target, base, ordinal = np.random.default_rng(5), caps(kernel_backend.arch, sms=3), (1 << 32) - 3, 4
+    weights, x = random_weights(rng, format, n, k), to_bf16(rng.standard_normal((columns, k)))
+    stored = Product(format, n, k, columns, 2 if tile else 1, "store_f32")
+    outputs = []
+    slot_words = columns * n + 6
+    outbox = np.zeros(2 * slot_words, np.uint64)
+    for product in (stored, replace(stored, epilogue="push_f32")):
+        spec = spec_of(product, tile or choose(product, target), target)
+        y = np.full((columns, n + 8), np.nan, np.float32)
+        args: dict[str, Any] = {"x": x, "x_stride": k, "y": y, "y_stride": n + 8, "ordinal": ordinal, "slot_words": slot_words,
+                                "transport": {"peer": PEER, "host": HOST, "staged": STAGED}.get(case, PEER), "outbox": outbox,
+                                "sequence": np.array([base, 0, 0, 0], np.uint32), "step": np.zeros(4, np.int32)}  # fmt: skip
+        args["step"][3] = DeviceFault.EXCHANGE if case == "lost" else 0
+        args |= zip(("w_codes", "w_high", "w_scales", "w_divisor"), weights.pointers(), strict=True)
+        args |= {name: np.zeros(nbytes, np.uint8) for name, nbytes in spec.scratch.items()}
+        launch(kernel_backend, spec, args)
+        outputs.append(y[:, :n].copy())
+    assert np.array_equal(outputs[0], outputs[1]) and not np.isnan(outputs[0]).any()
+    want = np.zeros_like(outbox)
+    if case in ("peer", "host"):
+        sequence = number(base, ordinal)
+        start = sequence % 2 * slot_words
+        want[start : start + columns * n] = as_words(outputs[1].reshape(-1), sequence, "f32")
+    assert np.array_equal(outbox, want)
+
+
+def test_wide_products_do_not_push() -> None:
+    assert "at most 8" in str(problem(Product("BF16", 128, 256, 9, 1, "push_f32"), caps("sm_90a")))

@@ -82,6 +82,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
     advance();
   }
   grid_dependency_wait();
+  if constexpr (G::epilogue == Epilogue::push_f32) args.push.open();
   if constexpr (G::release == Release::early) grid_launch_dependents();
   if constexpr (G::resident) {
     stage_resident<G>(base + G::x_base, in, first_chunk, args.norm_w, reinterpret_cast<f32*>(smem + G::norm_base), args.eps);

@@ -5,6 +5,7 @@
 #include <ninferc/base/types.cuh>
 #include <ninferc/base/vec.cuh>
 #include <ninferc/base/warp.cuh>
+#include <ninferc/exchange/push.cuh>
 #include <ninferc/linear/geometry.cuh>
 #include <ninferc/linear/weights.cuh>
 
@@ -27,6 +28,7 @@ struct LinearArguments {
   u32 y_stride;
   f32* partials;  // split: [segment][block of columns][tile][unit][lane][4]
   u32* arrivals;  // split: [block of columns][tile][unit], zero before and after
+  exchange::Push push;
 };
 
 // A unit is a matrix tile of 16 weight rows times eight columns.  Its lane holds four values: rows lane / 4 and
@@ -94,8 +96,9 @@ struct LinearEpilogue {
       const u32 output = output_row(group, e / 2), column = t * 8 + lane_id() % 4 * 2 + e % 2;
       if (column >= args.columns || (!G::whole_rows && output >= G::outputs)) continue;
       const u64 at = u64(args.first_column + column) * args.y_stride + output;
-      if constexpr (G::epilogue == Epilogue::store_f32) {
+      if constexpr (G::epilogue == Epilogue::store_f32 || G::epilogue == Epilogue::push_f32) {
         st_global(static_cast<f32*>(args.y) + at, v[e]);
+        if constexpr (G::epilogue == Epilogue::push_f32) args.push.send(u64(args.first_column + column) * G::outputs + output, v[e]);
       } else {
         f32 value = v[e];
         if constexpr (G::swiglu) value = silu_fast(v[e]) * up[e];

@@ -17,7 +17,8 @@
 
 namespace ninferc {
 
-enum class Epilogue : u32 { store, store_f32, swiglu, residual };
+// push_f32: store_f32, and every value sent to the other rank as it is finished.
+enum class Epilogue : u32 { store, store_f32, push_f32, swiglu, residual };
 // When dependent kernels may start: at once (short kernels), with the block's last tile, or at the end of the kernel.
 enum class Release : u32 { early, late, end };
 
