@@ -21,7 +21,7 @@ from runtime.control import RingFull, read_egress, sampling_words
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.driver import DeviceError
 from runtime.cuda.graph import GraphPhase
-from runtime.cuda.modules import Modules, PackedArgs
+from runtime.cuda.modules import Modules
 
 FOREVER = 1 << 30
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "top_k": 0, "seed": 0}
@@ -139,23 +139,44 @@ class Bench:
         """Median seconds of one replay of ``phase`` over three runs of ``steps``, all columns active at ``context`` tokens.
 
         ``phase`` may be a decode phase with calls changed or left out, as long as ``begin`` and ``advance`` are there."""
-        packed = [PackedArgs(item.args, address_of) for item in phase.calls]
-        graph = GraphPhase(phase, modules, packed, self.backend.devices, self.program.caps.programmatic_edges)
-        times = []
+        graph, times = self.backend.graph(phase, modules, address_of), []
         for _ in range(3):
-            for lane in range(phase.lanes):
-                self.set_lane(lane, context, FOREVER, [1] * (steps * phase.width))
+            self._set_lanes(phase, context, steps)
             start, stop = Event(self.backend.devices[0]), Event(self.backend.devices[0])
             start.record()
             for _ in range(steps):
-                graph.launch(self.backend.devices[0])
-                self._ingress.step += 1
+                self._replay(graph)
             stop.record()
             times.append(start.seconds_to(stop) / steps)
             self.backend.wait()
             self._ingress.consumed(self.step)
         graph.close()
         return statistics.median(times)
+
+    def replay_after(self, plain: Phase, noted: Phase, modules: Modules, address_of: Callable[[Arg], int], context: int,
+                     before: int, samples: int, collect: Callable[[int], None]) -> None:  # fmt: skip
+        """``samples`` times: ``before`` replays of ``plain`` and one of ``noted`` behind them, then ``collect(sample)`` with
+        the devices idle. Both phases compute the same; ``noted`` runs kernels of ``modules``."""
+        graphs = [self.backend.graph(plain, self.backend.modules, self.backend.argument_address),
+                  self.backend.graph(noted, modules, address_of)]  # fmt: skip
+        for sample in range(samples):
+            self._set_lanes(plain, context, before + 1)
+            for _ in range(before):
+                self._replay(graphs[0])
+            self._replay(graphs[1])
+            self.backend.wait()
+            self._ingress.consumed(self.step)
+            collect(sample)
+        for graph in graphs:
+            graph.close()
+
+    def _set_lanes(self, phase: Phase, context: int, steps: int) -> None:
+        for lane in range(phase.lanes):
+            self.set_lane(lane, context, FOREVER, [1] * (steps * phase.width))
+
+    def _replay(self, graph: GraphPhase) -> None:
+        graph.launch(self.backend.devices[0])
+        self._ingress.step += 1
 
     def prefill(self, tokens: int, repeats: int) -> list[float]:
         """Seconds from the first launch to the last result of a prompt of random ids, per repeat."""

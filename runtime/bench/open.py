@@ -13,6 +13,8 @@ from runtime.cuda.device import Device
 from runtime.open import ArtifactWeights, cached_program, is_program, open_program
 from runtime.vm.weights import WeightStore
 
+SHORT_PROMPT = (1, 32)  # lanes x columns of the graph that takes a short prompt; only a row of bench needs it
+
 
 def open_for_bench(path: Path, devices: list[int], pairs: list[tuple[int, int]], context: int, weights: str, *,
                    score: bool, card: str | None = None, eager: bool = False, seed: int = 0,
@@ -26,6 +28,9 @@ def open_for_bench(path: Path, devices: list[int], pairs: list[tuple[int, int]],
     if is_program(path):
         opened = open_program(path, None)
         artifact, built = opened.artifact, opened.program
+        for lanes, width in pairs:
+            if (lanes, width) != SHORT_PROMPT and f"decode{lanes}x{width}" not in built.phases:
+                raise UsageError(f"{path} has no decode graph {lanes}x{width}; compile it with --pairs")
     else:
         artifact = artifacts.open(path)
         caps = Device(devices[0]).caps()

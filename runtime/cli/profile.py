@@ -1,38 +1,58 @@
-"""``ninferc profile``: per kernel of one decode step, isolated and in-graph time, bytes and share."""
+"""``ninferc profile``: one decode step by kernel and op, and as a timeline per device."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from runtime.cli.errors import UsageError
+from runtime.cli.files import AtomicFile
+from runtime.cli.io import Output
+from runtime.cli.options import integer
+
+
+def device_list(text: str) -> list[int]:
+    """Device indices of ``0`` or ``0,1``. Raises UsageError."""
+    if not re.fullmatch(r"[0-9]{1,3}(,[0-9]{1,3})?", text):
+        raise UsageError(f"--devices {text[:40]!r}: one or two device indices such as 0 or 0,1 are allowed")
+    return [int(part) for part in text.split(",")]
+
 
 def profile_command(
-    program: Annotated[Path, typer.Argument(help="Program folder or artifact.")],
-    lanes: Annotated[int, typer.Option("-b", help="Lanes.")] = 1,
-    columns: Annotated[int, typer.Option("-t", help="Columns per lane.")] = 1,
-    context: Annotated[int, typer.Option("-c", help="Tokens in the cache of every lane.")] = 1024,
-    weights: Annotated[str, typer.Option("--weights", help="file or synth (random weights made on the GPU).")] = "file",
-    device: Annotated[int, typer.Option("--device", help="CUDA device index.")] = 0,
+    program: Annotated[Path, typer.Argument(metavar="PROGRAM|ARTIFACT", help="a program folder or a .ninfer file")],
+    html: Annotated[Path | None, typer.Option("--html", metavar="PAGE", help="write a page with the timeline drawn")] = None,
+    batch: Annotated[int | None, typer.Option("-b", metavar="B", parser=integer("-b", 1, 64), help="lanes; default 1")] = None,
+    width: Annotated[int | None, typer.Option("-t", metavar="T", parser=integer("-t", 1, 32),
+                                              help="columns per lane; default 1")] = None,  # fmt: skip
+    depth: Annotated[int | None, typer.Option("-c", metavar="N", parser=integer("-c", 1, 1 << 20),
+                                              help="tokens in the cache of every lane; default 1024")] = None,  # fmt: skip
+    weights: Annotated[str, typer.Option("--weights", help="file, or synth: random weights made on the GPU")] = "file",
+    devices: Annotated[str, typer.Option("--devices", metavar="A[,B]", help="CUDA device indices, one per rank")] = "0",
+    transport: Annotated[str, typer.Option("--transport", help="auto, peer, host or staged (two ranks)")] = "auto",
+    card: Annotated[str | None, typer.Option("--as", metavar="CARD",
+                                             help="build with that card's capabilities, e.g. rtx5090")] = None,
 ) -> None:
-    """Where the time of one step goes."""
+    """Show where the time of one decode step goes on the GPU."""
     from runtime.bench.measure import Bench
     from runtime.bench.open import open_for_bench
     from runtime.bench.profile import Profiler
+    from runtime.bench.profile_page import profile_html, profile_text
 
-    backend = open_for_bench(program, [device], [(lanes, columns)], context + 20 * 4 * columns + 64, weights, score=False)
+    lanes, columns, context = batch or 1, width or 1, depth or 1024
+    room = context + 20 * 4 * columns + 64  # what the measured steps append
+    backend = open_for_bench(program, device_list(devices), [(lanes, columns)], room, weights, score=False, card=card,
+                             transport=transport)  # fmt: skip
     try:
         bench = Bench(backend)
         bench.fill_caches()
-        whole, rows = Profiler(bench).run(lanes, columns, context)
+        profile = Profiler(bench).run(lanes, columns, context)
     finally:
         backend.close()
-    print(f"{'kernel':74s} {'calls':>5s} {'isolated us':>11s} {'in graph us':>11s} {'MB':>8s} {'GB/s':>6s} {'share':>6s}")
-    for row in rows:
-        rate = row.nbytes / row.in_graph / 1e9 if row.in_graph > 0 else 0.0
-        alone, inside = row.isolated / row.calls * 1e6, row.in_graph / row.calls * 1e6
-        print(f"{row.entry[:74]:74s} {row.calls:5d} {alone:11.2f} {inside:11.2f} "
-              f"{row.nbytes / row.calls / 1e6:8.2f} {rate:6.0f} {row.in_graph / whole:6.1%}")  # fmt: skip
-    covered = sum(row.in_graph for row in rows)
-    print(f"step {whole * 1e3:.3f} ms; kernels account for {covered / whole:.1%}, the rest overlaps or is control")
+    if html is not None:
+        with AtomicFile(html) as file:
+            for part in profile_html(profile):
+                file.write(part.encode())
+    Output().write("\n".join(profile_text(profile)) + "\n")

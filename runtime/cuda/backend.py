@@ -105,6 +105,11 @@ class CudaBackend:
             return None
         return Staging(self.exchange, self.argument_address, lambda op: payload_bytes(self.program, phase, op))
 
+    def graph(self, phase: Phase, modules: Modules, address_of: Callable[[Arg], int]) -> GraphPhase:
+        """A graph of a phase whose calls a measurement changed. ``address_of`` resolves their pointers."""
+        packed = [PackedArgs(self._complete(item.args), address_of) for item in phase.calls]
+        return GraphPhase(phase, modules, packed, self.devices, self.program.caps.programmatic_edges, self._staging(phase))
+
     def _check_pointers(self, phase: Phase) -> None:
         """Every pointer of a rank's kernel lies in that rank's memory, the channel of an exchange apart."""
         for item in phase.calls:
