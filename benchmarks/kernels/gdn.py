@@ -91,8 +91,8 @@ def types(lanes: int, columns: int) -> dict[str, TensorType]:
     f32 = {"a_log": (VALUE_HEADS,), "dt_bias": (VALUE_HEADS,), "recurrent": (LANES, VALUE_HEADS, DIM, DIM),
            "rec_k": (2, LANES, RECORDS, KEY_HEADS, DIM), "rec_u": (2, LANES, RECORDS, VALUE_HEADS, DIM),
            "rec_alpha": (2, LANES, RECORDS, VALUE_HEADS), "gates": (columns, 2 * VALUE_HEADS)}  # fmt: skip
-    bf16 = {"wa": (VALUE_HEADS, HIDDEN), "wb": (VALUE_HEADS, HIDDEN), "w": (4, CHANNELS), "window": (LANES, 3, CHANNELS),
-            "record": (LANES, RECORDS, CHANNELS), **{name: (columns, ROWS[name]) for name in ("x", "y", "o", "z")}}  # fmt: skip
+    bf16 = {"wa": (VALUE_HEADS, HIDDEN), "wb": (VALUE_HEADS, HIDDEN), "w": (4, CHANNELS), "window": (2, LANES, 3, CHANNELS),
+            "record": (2, LANES, RECORDS, CHANNELS), **{name: (columns, ROWS[name]) for name in ("x", "y", "o", "z")}}  # fmt: skip
     i32 = {"lane_slot": lanes, "lane_ncols": lanes, "lane_len": lanes, "slot_pending": LANES, "slot_parity": LANES}
     return ({name: TensorType(shape, "f32") for name, shape in f32.items()}
             | {name: TensorType(shape, "bf16") for name, shape in bf16.items()}

@@ -236,17 +236,17 @@ class _PhaseBuilder:
         ab |= {name: self.weight(weights[name]) for name in ("a_log", "dt_bias")}
         self.add("gdn_gates", {"x": h, **ab}, {"gates": gates}, None, layer)
         channels, s, t = spec.conv_channels, limits.slots, limits.records
-        tables = self.lane_tables("lane_ncols", "lane_len", "lane_slot", "slot_pending")
+        tables = self.lane_tables("lane_ncols", "lane_len", "lane_slot", "slot_pending", "slot_parity")
         y = self.activation("y", channels)
         conv_in = self._conv_inputs(views)
         self.add("conv", {**conv_in, "w": self.weight(weights["conv"]), **tables}, {"y": y},
-                 {"window": self.state(f"window{layer}", (s, 3, channels), "bf16"),
-                  "record": self.state(f"record{layer}", (s, t, channels), "bf16")},
+                 {"window": self.state(f"window{layer}", (2, s, 3, channels), "bf16"),
+                  "record": self.state(f"record{layer}", (2, s, t, channels), "bf16")},
                  layer, phase=self.request.phase)  # fmt: skip
         o = self.activation("o", spec.value_heads * spec.value_dim)
         hk, hv, dk, dv = spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim
         self.add(
-            "gdn", {"y": y, "gates": gates, **tables, **self.lane_tables("slot_parity")}, {"o": o},
+            "gdn", {"y": y, "gates": gates, **tables}, {"o": o},
             {"recurrent": self.state(f"recurrent{layer}", (s, hv, dv, dk), "f32"),
              "rec_k": self.state(f"rec_k{layer}", (2, s, t, hk, dk), "f32"),
              "rec_u": self.state(f"rec_u{layer}", (2, s, t, hv, dv), "f32"),

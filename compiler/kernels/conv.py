@@ -18,7 +18,7 @@ def conv_spec(op: Op, types: Mapping[str, TensorType], lanes: int, width: int, c
     Decode: two channels per thread, so that one lane fills many multiprocessors. Prefill: eight channels (16 bytes) per
     thread where every boundary allows it."""
     channels, split = types["y"].shape[1], types["x"].shape[1]
-    records = types["record"].shape[1]
+    slots, records = types["record"].shape[1:3]
     decode = op.attrs["phase"] == "decode"
     require(not decode or width <= records, op, f"{width} columns per lane, but records hold {records}")
     require(decode or lanes == 1, op, f"prefill runs one lane, not {lanes}")
@@ -36,7 +36,7 @@ def conv_spec(op: Op, types: Mapping[str, TensorType], lanes: int, width: int, c
         block=threads,
         smem=0,
         args=("x", "x_stride", *(("x2", "x2_stride") if second else ()), "w", "lane_slot", "lane_ncols", "lane_len",
-              "slot_pending", "window", "record", "y", "y_stride", "width", "records"),
-        scalars={"width": width, "records": records},
+              "slot_pending", "slot_parity", "window", "record", "y", "y_stride", "width", "slots", "records"),
+        scalars={"width": width, "slots": slots, "records": records},
         reason=f"{vector} channels per thread" + ("" if decode else f", {PREFILL_ROWS} columns each"),
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Causal depthwise convolution with 4 taps and SiLU over the qkv channels of a GDN layer, with its window.
 
 y_{c,t} = silu(Σ_j w_{j,c}·u_{c,t−3+j}), tap 3 on the current token; the window holds the last three inputs, oldest
-first (spec/model-dense.md §6). Decode commits lazily, prefill at once (docs/architecture.md, "Lazy commit").
+first (spec/model-dense.md §6). Decode commits lazily, prefill at once (docs/architecture.md, "Lazy commit"). Window and
+records are kept twice: decode reads those of the slot's parity and writes the others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from compiler.ir.types import TensorType, Value
 from compiler.ops.gated_norm import silu
 
 TAPS = 4
-TABLES = ("lane_slot", "lane_ncols", "lane_len", "slot_pending")
+TABLES = ("lane_slot", "lane_ncols", "lane_len", "slot_pending", "slot_parity")
 
 
 def lane_rows(ctx: Context) -> dict[int, list[int]]:
@@ -36,7 +37,7 @@ def causal_conv(history: Array, x: Array, w: Array) -> Array:
 @register
 class Conv(OpDef):
     """``x`` holds the first channels, the optional ``x2`` the remaining ones; ``lane_slot`` and its sisters are the
-    tables of this phase, narrowed to the graph's lanes; ``slot_pending`` is the table of all slots."""
+    tables of this phase, narrowed to the graph's lanes; ``slot_pending`` and ``slot_parity`` are tables of all slots."""
 
     kind = "conv"
     inputs = ("x", "x2", "w", *TABLES)
@@ -55,11 +56,13 @@ class Conv(OpDef):
                 and sum(t.shape[1] for t in given) == channels, op,
                 f"inputs are {given}, bf16 [{columns}, …] with {channels} channels together are needed")  # fmt: skip
         require(types["w"] == TensorType((TAPS, channels), "bf16"), op, f"w is {types['w']}, bf16 [4, {channels}]")
-        slots = window.shape[0]
-        require(window == TensorType((slots, TAPS - 1, channels), "bf16"), op, f"window is {window}")
-        require(len(record.shape) == 3 and record.shape[::2] == (slots, channels) and record.dtype == "bf16", op,
-                f"record is {record}, bf16 [{slots}, records, {channels}] is needed")  # fmt: skip
-        require(types["slot_pending"] == TensorType((slots,), "i32"), op, f"slot_pending is {types['slot_pending']}")
+        require(len(record.shape) == 4, op, f"record is {record}, bf16 [2, slots, records, {channels}] is needed")
+        slots, records = record.shape[1:3]
+        require(record == TensorType((2, slots, records, channels), "bf16"), op,
+                f"record is {record}, bf16 [2, {slots}, {records}, {channels}] is needed")  # fmt: skip
+        require(window == TensorType((2, slots, TAPS - 1, channels), "bf16"), op, f"window is {window}")
+        for name in TABLES[3:]:
+            require(types[name] == TensorType((slots,), "i32"), op, f"{name} is {types[name]}, i32 [{slots}] is needed")
         for name in TABLES[:3]:
             require(types[name].dtype == "i32" and len(types[name].shape) == 1, op, f"{name} is {types[name]}")
 
@@ -69,22 +72,23 @@ class Conv(OpDef):
             x = np.concatenate([x, ctx.get("x2")], axis=1)
         w = ctx.weight("w").astype(np.float64)
         window, record = ctx.whole("window"), ctx.whole("record")
-        slots, lengths, pending = ctx.whole("lane_slot"), ctx.whole("lane_len"), ctx.whole("slot_pending")
+        slots, lengths, pending, parities = (ctx.whole(n) for n in ("lane_slot", "lane_len", "slot_pending", "slot_parity"))
         decode = op.attrs["phase"] == "decode"
         y = np.empty(x.shape)
         for lane, rows in lane_rows(ctx).items():
             slot = int(slots[lane])
+            parity = int(parities[slot])
             if lengths[lane] == 0:
-                history = np.zeros_like(window[slot])
+                history = np.zeros_like(window[0, slot])
             else:
-                history = np.concatenate([window[slot], record[slot, : int(pending[slot])]])[-(TAPS - 1) :]
+                history = np.concatenate([window[parity, slot], record[parity, slot, : int(pending[slot])]])[-(TAPS - 1) :]
             u = x[rows]
             y[rows] = causal_conv(history, u, w)
             if decode:
-                window[slot] = history
-                record[slot, : len(rows)] = u
+                window[1 - parity, slot] = history
+                record[1 - parity, slot, : len(rows)] = u
             else:
-                window[slot] = np.concatenate([history, u])[-(TAPS - 1) :]
+                window[parity, slot] = np.concatenate([history, u])[-(TAPS - 1) :]
         ctx.put("y", y)
         ctx.store("window", window)
         if decode:

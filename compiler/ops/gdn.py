@@ -12,12 +12,11 @@ import numpy as np
 
 from compiler.ir.op import Array, Context, Cost, Op, OpDef, register, require
 from compiler.ir.types import Kind, Ref, TensorType, Value
-from compiler.ops.conv import lane_rows
+from compiler.ops.conv import TABLES, lane_rows
 
 L2_EPS = 1e-6  # added to the sum of squares (spec/model-dense.md §1)
 CHUNK = 64  # tokens of one chunk of the WY form
 MATRIX_WIDTH = CHUNK + 1  # floats per column and value head that pass between the kernels of the chunked form
-TABLES = ("lane_slot", "lane_ncols", "lane_len", "slot_pending", "slot_parity")
 
 
 def l2_normalise(x: Array) -> Array:

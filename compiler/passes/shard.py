@@ -32,7 +32,7 @@ HEAD_ATTRS = {
     "gated_norm": ("heads",),
 }
 REPLICATED = frozenset({"begin", "advance", "embed", "rmsnorm", "select_last"})
-STATE_AXIS = {"kv": 2, "recurrent": 1, "rec_k": 3, "rec_u": 3, "rec_alpha": 3, "window": 2, "record": 2}
+STATE_AXIS = {"kv": 2, "recurrent": 1, "rec_k": 3, "rec_u": 3, "rec_alpha": 3, "window": 3, "record": 3}
 WIRES = ("f32", "bf16")
 
 

@@ -252,8 +252,10 @@ class Bench:
             if value.kind is Kind.WEIGHT:
                 embedding = any(op.kind == "embed" and op.inputs["w"].value == name for item in phase.calls for op in item.ops)
                 total += value.nbytes // value.type.shape[0] * phase.columns if embedding else value.nbytes
-            elif name.startswith(("recurrent", "window")):
+            elif name.startswith("recurrent"):
                 total += 2 * value.nbytes // value.type.shape[0] * phase.lanes
+            elif name.startswith("window"):  # [2, slots, …]: one half is read, the other written
+                total += value.nbytes // value.type.shape[1] * phase.lanes
             elif name.startswith("kv"):
                 total += value.nbytes // value.type.shape[0] // PAGE * context * phase.lanes
         return total

@@ -26,9 +26,17 @@ class ConvLayer:
     def __init__(self, weights: Array, slots: int, records: int, backend: Any, split: int = 0) -> None:
         self.w, self.backend, self.split = to_bf16(weights), backend, split
         self.channels = weights.shape[1]
-        self.window = poisoned((slots, 3, self.channels))
-        self.record = poisoned((slots, records, self.channels))
-        self.pending, self.length = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+        self.windows = poisoned((2, slots, 3, self.channels))  # by parity
+        self.record = poisoned((2, slots, records, self.channels))
+        self.pending, self.length, self.parity = (np.zeros(slots, np.int32) for _ in range(3))
+
+    def window(self, slot: int) -> Array:
+        """The slot's window as it was last committed."""
+        window: Array = self.windows[self.parity[slot], slot]
+        return window
+
+    def begin(self, slot: int, window: Array, length: int, pending: int = 0) -> None:
+        self.windows[self.parity[slot], slot], self.length[slot], self.pending[slot] = window, length, pending
 
     def call(self, phase: str, slots: Sequence[int], lanes: Sequence[Array], width: int,
              accepted: Sequence[int]) -> list[Array]:  # fmt: skip
@@ -43,15 +51,16 @@ class ConvLayer:
             operands["x"] = View(raw, 16, self.split)
             other = np.concatenate([poisoned((columns, 8)), raw[:, 16 + self.split : 16 + self.channels]], axis=1)
             operands["x2"] = View(np.ascontiguousarray(other), 8, self.channels - self.split)
-        operands |= {"w": self.w, "window": self.window, "record": self.record, "y": View(y, 8, self.channels),
+        operands |= {"w": self.w, "window": self.windows, "record": self.record, "y": View(y, 8, self.channels),
                      "lane_slot": np.array(slots, np.int32), "lane_ncols": np.array([len(x) for x in lanes], np.int32),
-                     "lane_len": self.length[list(slots)].copy(), "slot_pending": self.pending}  # fmt: skip
+                     "lane_len": self.length[list(slots)].copy(), "slot_pending": self.pending, "slot_parity": self.parity}  # fmt: skip
         op = op_of("conv", operands, vars_of(conv.Conv), phase=phase)
         launch(self.backend, conv_spec(op, types_of(operands), len(lanes), width, caps(self.backend.arch)), operands)
         for slot, x, count in zip(slots, lanes, accepted, strict=True):
             if len(x):
                 self.length[slot] += count
                 self.pending[slot] = count if phase == "decode" else 0
+                self.parity[slot] ^= phase == "decode"
         out = [y[lane * width : lane * width + len(x), 8:].copy() for lane, x in enumerate(lanes)]
         for lane, x in enumerate(lanes):
             y[lane * width : lane * width + len(x), 8:] = 0xFFFF
@@ -68,7 +77,7 @@ def run(layer: ConvLayer, slot: int, x: Array, width: int, phase: str = "decode"
 def test_conv_golden_vectors(kernel_backend: Any, phase: str, width: int) -> None:
     gold = load_vectors()
     layer = ConvLayer(gold["conv_weight"].T, slots=2, records=4, backend=kernel_backend)
-    layer.window[1], layer.length[1] = to_bf16(gold["conv_state_in"].T), 9
+    layer.begin(1, to_bf16(gold["conv_state_in"].T), 9)
     x = to_bf16(gold["conv_x"])
     y = run(layer, 1, x, width, phase)
     exact = conv.causal_conv(gold["conv_state_in"].T, gold["conv_x"].astype(np.float64), gold["conv_weight"].T)
@@ -76,7 +85,7 @@ def test_conv_golden_vectors(kernel_backend: Any, phase: str, width: int) -> Non
     assert_close_to_fp64(y, exact, "bf16")
     if phase == "decode":
         layer.call("decode", [1], [x[:1]], width, [0])  # commits what is pending
-    assert np.array_equal(from_bf16(layer.window[1]), gold["conv_state_out"].T)
+    assert np.array_equal(from_bf16(layer.window(1)), gold["conv_state_out"].T)
 
 
 @pytest.mark.parametrize("split", [0, 64, 160])
@@ -86,8 +95,8 @@ def test_conv_lanes_slots_and_two_buffers(kernel_backend: Any, split: int) -> No
     weights = rng.normal(size=(4, 192))
     layer = ConvLayer(weights, slots=4, records=5, backend=kernel_backend, split=split)
     old = to_bf16(rng.normal(size=(3, 192)))
-    layer.window[0], layer.length[0] = old, 3
-    layer.window[3], layer.length[3], layer.pending[3] = old, 3, 2
+    layer.begin(0, old, 3)
+    layer.begin(3, old, 3, pending=2)
     x = to_bf16(rng.normal(size=(9, 192)))
     first = layer.call("decode", [2, 3, 0], [x[:2], x[:0], x[:5]], 5, [2, 0, 2])
     second = layer.call("decode", [0, 2], [x[2:6], x[2:3]], 5, [4, 1])
@@ -99,9 +108,10 @@ def test_conv_lanes_slots_and_two_buffers(kernel_backend: Any, split: int) -> No
     exact = conv.causal_conv(running, wide, w)
     assert_close_to_fp64(first[2], exact[:5], "bf16")
     assert_close_to_fp64(np.concatenate([second[0], third]), exact[2:], "bf16")
-    assert np.array_equal(layer.window[0], x[6:])
-    assert np.array_equal(layer.window[3], old) and np.all(layer.window[1] == 0xFFFF)
-    assert np.all(layer.record[[1, 3]] == 0xFFFF), "records of a slot that did not run were written"
+    assert np.array_equal(layer.window(0), x[6:])
+    assert np.array_equal(layer.window(3), old) and np.all(layer.windows[:, 1] == 0xFFFF)
+    assert np.all(layer.windows[1, 3] == 0xFFFF), "the other window of an idle slot was written"
+    assert np.all(layer.record[:, [1, 3]] == 0xFFFF), "records of a slot that did not run were written"
 
 
 def test_conv_bits_do_not_depend_on_columns_or_phase(kernel_backend: Any) -> None:
@@ -113,7 +123,7 @@ def test_conv_bits_do_not_depend_on_columns_or_phase(kernel_backend: Any) -> Non
         layer = ConvLayer(weights, slots=1, records=8, backend=kernel_backend)
         y = run(layer, 0, x, width, phase)
         layer.call("decode", [0], [x[:1]], 1, [0])
-        results.append((y, layer.window.copy()))
+        results.append((y, layer.window(0).copy()))
     for y, window in results:
         assert np.array_equal(y, results[0][0]) and np.array_equal(window, results[0][1])
 

@@ -34,8 +34,8 @@ def site(kind: str, columns: int, **attrs: int | float | str) -> tuple[Op, dict[
     types = {name: TensorType((columns, width), "bf16") for name, width in rows.items()}
     types |= {"gates": TensorType((columns, 96), "f32"), "wa": TensorType((48, 5120), "bf16"),
               "wb": TensorType((48, 5120), "bf16"), "a_log": TensorType((48,), "f32"), "dt_bias": TensorType((48,), "f32"),
-              "w": TensorType((128,), "bf16"), "window": TensorType((4, 3, 10240), "bf16"),
-              "record": TensorType((4, 8, 10240), "bf16"), "recurrent": TensorType((4, 48, 128, 128), "f32"),
+              "w": TensorType((128,), "bf16"), "window": TensorType((2, 4, 3, 10240), "bf16"),
+              "record": TensorType((2, 4, 8, 10240), "bf16"), "recurrent": TensorType((4, 48, 128, 128), "f32"),
               "rec_k": TensorType((2, 4, 8, 16, 128), "f32"), "rec_u": TensorType((2, 4, 8, 48, 128), "f32"),
               "rec_alpha": TensorType((2, 4, 8, 48), "f32")}  # fmt: skip
     types |= {n: TensorType((4,), "i32") for n in ("lane_slot", "lane_ncols", "lane_len", "slot_pending", "slot_parity")}

@@ -66,7 +66,7 @@ class Rig:
         self.exact, self.dims = exact, {"key_heads": 2, "value_heads": 6, "dk": 16, "dv": 16}
         hk, hv, dk, dv = self.dims.values()
         self.channels, s = 2 * hk * dk + hv * dv, 3
-        shapes = {"window": (s, 3, self.channels), "record": (s, records, self.channels), "recurrent": (s, hv, dv, dk),
+        shapes = {"window": (2, s, 3, self.channels), "record": (2, s, records, self.channels), "recurrent": (s, hv, dv, dk),
                   "rec_k": (2, s, records, hk, dk), "rec_u": (2, s, records, hv, dv), "rec_alpha": (2, s, records, hv)}
         dtype = np.float64 if exact else np.float32
         self.arrays: dict[str, Array] = {name: np.full(shape, np.nan, dtype) for name, shape in shapes.items()}
@@ -153,7 +153,7 @@ def test_prefill_decode_and_rollback_agree(exact: bool) -> None:
         for begin in range(0, 24, kept):
             out.append(rig.step("decode", [0], [rows[begin : begin + width]], width, [kept])[0][:kept])
         rig.step("decode", [0], [rows[24:25]], 4, [0])
-        results.append((np.concatenate(out), rig.arrays["recurrent"][0], rig.arrays["window"][0]))
+        results.append((np.concatenate(out), rig.arrays["recurrent"][0], rig.arrays["window"][rig.arrays["slot_parity"][0], 0]))
     assert np.abs(results[0][0] - whole[:24]).max() <= bound
     for result in results:
         assert all(np.array_equal(a, b) for a, b in zip(result, results[0], strict=True))

@@ -139,8 +139,7 @@ NINFERC_DEVICE void load_state(CarriedState<S::dk / 8>& state, const CarryOperan
       state.h[t][2 * h] = x.x;
       state.h[t][2 * h + 1] = x.y;
     }
-  const i32 parity = ld_global<i32>(p.slot_parity + slot.slot);
-  const i64 first = (i64(parity) * p.slots + slot.slot) * p.records;
+  const i64 first = (i64(slot.parity) * p.slots + slot.slot) * p.records;
   for (i64 record = first; record < first + slot.pending; ++record) {
     const f32 alpha = ld_global<f32>(p.rec_alpha + record * S::value_heads + head);
     const f32* const k = p.rec_k + (record * S::key_heads + key_head) * S::dk + column;
@@ -201,7 +200,7 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
   const u32 warp = warp_id_uniform(), lane = lane_id(), group = lane / 4, pair = lane % 4;
   const u32 row = first_row + 16 * warp;
   grid_dependency_wait();
-  const Slot slot = read_slot(p.lane_slot, p.lane_ncols, p.lane_len, p.slot_pending, 0);
+  const Slot slot = read_slot(p.lane_slot, p.lane_ncols, p.lane_len, p.slot_pending, p.slot_parity, 0);
   if (slot.columns == 0) return;
   const u32 chunks = (u32(slot.columns) + chunk - 1) / chunk;
   const TileSource<S> source{p, head, key_head, first_row, slot.columns};

@@ -28,17 +28,20 @@ NINFERC_DEVICE f32 l2_scale(f32 sum_of_squares) { return __frsqrt_rn(sum_of_squa
 
 // The lazily committed slot of one lane.
 struct Slot {
-  i32 slot, columns, length, pending;
+  i32 slot, columns, length, pending, parity;
 };
-// Reads a lane's tables; `pending` is 0 at the start of a sequence, whose stored state and window count as zero.
+// Reads a lane's tables; `pending` is 0 at the start of a sequence, whose stored state and window count as zero. Past L1:
+// a kernel may do so before its dependency wait, where an old line of an earlier kernel may still lie there.
 NINFERC_DEVICE Slot read_slot(const i32* lane_slot, const i32* lane_ncols, const i32* lane_len, const i32* slot_pending,
-                              u32 lane) {
+                              const i32* slot_parity, u32 lane) {
   Slot s;
-  s.slot = ld_global<i32>(lane_slot + lane);
-  s.columns = ld_global<i32>(lane_ncols + lane);
-  s.length = ld_global<i32>(lane_len + lane);
-  s.pending = 0;
-  if (s.columns > 0 && s.length > 0) s.pending = ld_global<i32>(slot_pending + s.slot);
+  s.slot = ld_cg<i32>(lane_slot + lane);
+  s.columns = ld_cg<i32>(lane_ncols + lane);
+  s.length = ld_cg<i32>(lane_len + lane);
+  s.pending = s.parity = 0;
+  if (s.columns == 0) return s;
+  s.parity = ld_cg<i32>(slot_parity + s.slot);
+  if (s.length > 0) s.pending = ld_cg<i32>(slot_pending + s.slot);
   return s;
 }
 

@@ -1,7 +1,9 @@
 // Depthwise causal convolution with 4 taps and SiLU, its window of three columns, lazy and direct commit.
 //
-// A thread owns `vector` neighbouring channels of one lane; all it reads and writes of window and records is its own, so
-// nothing needs ordering between threads.  The first `split` channels come from x, the others from x2.
+// A thread owns `vector` neighbouring channels of one lane.  Window and records are kept twice, by parity: decode reads
+// those of the slot's parity and writes the others, so that any number of threads may read a channel while one writes it.
+// Prefill, whose advance keeps the parity, writes the window it has read.  The first `split` channels come from x, the
+// others from x2.
 #pragma once
 #include <ninferc/base/grid.cuh>
 #include <ninferc/base/math.cuh>
@@ -14,10 +16,10 @@ struct ConvOperands {
   const bf16 *x, *x2;
   i32 x_stride, x2_stride, split;
   const bf16* w;  // [4, channels], tap major
-  const i32 *lane_slot, *lane_ncols, *lane_len, *slot_pending;
-  bf16 *window, *record;  // [slots, 3, channels], [slots, records, channels]
+  const i32 *lane_slot, *lane_ncols, *lane_len, *slot_pending, *slot_parity;
+  bf16 *window, *record;  // [2, slots, 3, channels], [2, slots, records, channels]
   bf16* y;
-  i32 y_stride, width, records, channels;
+  i32 y_stride, width, slots, records, channels;
 };
 
 template <u32 vector>
@@ -69,12 +71,19 @@ NINFERC_DEVICE const bf16* raw_column(const ConvOperands& p, i32 channel, i64 ro
   return channel < p.split ? p.x + row * p.x_stride + channel : p.x2 + row * p.x2_stride + (channel - p.split);
 }
 
+// Column i of the window, and of the records, of one parity.
+NINFERC_DEVICE bf16* window_column(const ConvOperands& p, const Slot& s, i32 parity, i32 i) {
+  return p.window + ((i64(parity) * p.slots + s.slot) * 3 + i) * p.channels;
+}
+NINFERC_DEVICE bf16* record_column(const ConvOperands& p, const Slot& s, i32 parity, i32 i) {
+  return p.record + ((i64(parity) * p.slots + s.slot) * p.records + i) * p.channels;
+}
+
 // Column i of (window ++ records), zero at the start of a sequence.
 template <u32 vector>
 NINFERC_DEVICE Channels<vector> history_column(const ConvOperands& p, const Slot& s, i32 channel, i32 i) {
   if (s.length == 0) return Channels<vector>{};
-  const bf16* source = i < 3 ? p.window + (i64(s.slot) * 3 + i) * p.channels
-                             : p.record + (i64(s.slot) * p.records + (i - 3)) * p.channels;
+  const bf16* source = i < 3 ? window_column(p, s, s.parity, i) : record_column(p, s, s.parity, i - 3);
   return load_channels<vector>(source + channel);
 }
 
@@ -88,16 +97,14 @@ NINFERC_DEVICE void conv_decode(const ConvOperands& p) {
   grid_launch_dependents();  // first: a short kernel lets the next one fetch its weights meanwhile
   grid_dependency_wait();
   if (!owner) return;
-  const Slot s = read_slot(p.lane_slot, p.lane_ncols, p.lane_len, p.slot_pending, lane);
+  const Slot s = read_slot(p.lane_slot, p.lane_ncols, p.lane_len, p.slot_pending, p.slot_parity, lane);
   if (s.columns == 0) return;
 
   Channels<vector> u[4];
 #pragma unroll
   for (i32 j = 0; j < 3; ++j) u[j] = history_column<vector>(p, s, channel, s.pending + j);
-  if (s.pending > 0 || s.length == 0) {
 #pragma unroll
-    for (i32 j = 0; j < 3; ++j) store_channels(p.window + (i64(s.slot) * 3 + j) * p.channels + channel, u[j]);
-  }
+  for (i32 j = 0; j < 3; ++j) store_channels(window_column(p, s, 1 - s.parity, j) + channel, u[j]);
   for (i32 begin = 0; begin < s.columns; begin += batch) {
     Channels<vector> fresh[batch];
 #pragma unroll
@@ -108,7 +115,7 @@ NINFERC_DEVICE void conv_decode(const ConvOperands& p) {
     for (i32 j = 0; j < batch; ++j) {
       if (begin + j < s.columns) {
         u[3] = fresh[j];
-        store_channels(p.record + (i64(s.slot) * p.records + begin + j) * p.channels + channel, u[3]);
+        store_channels(record_column(p, s, 1 - s.parity, begin + j) + channel, u[3]);
         store_channels(p.y + (i64(lane) * p.width + begin + j) * p.y_stride + channel, taps.column(u));
 #pragma unroll
         for (u32 i = 0; i < 3; ++i) u[i] = u[i + 1];
@@ -125,7 +132,7 @@ NINFERC_DEVICE void conv_prefill(const ConvOperands& p) {
   const Taps<vector> taps(p.w, p.channels, owner ? channel : 0);
   grid_dependency_wait();
   if (!owner) return;
-  const Slot s = read_slot(p.lane_slot, p.lane_ncols, p.lane_len, p.slot_pending, 0);
+  const Slot s = read_slot(p.lane_slot, p.lane_ncols, p.lane_len, p.slot_pending, p.slot_parity, 0);
   const i32 begin = i32(blockIdx.y) * rows;
   if (begin >= s.columns) return;
 
@@ -141,7 +148,7 @@ NINFERC_DEVICE void conv_prefill(const ConvOperands& p) {
                         : load_channels<vector>(raw_column(p, channel, row));
     }
 #pragma unroll
-    for (i32 j = 0; j < 3; ++j) store_channels(p.window + (i64(s.slot) * 3 + j) * p.channels + channel, last[j]);
+    for (i32 j = 0; j < 3; ++j) store_channels(window_column(p, s, s.parity, j) + channel, last[j]);
   } else {
 #pragma unroll
     for (i32 j = 0; j < 3; ++j) u[j] = load_channels<vector>(raw_column(p, channel, begin + j - 3));

@@ -204,12 +204,11 @@ NINFERC_DEVICE void decode(const DecodeOperands& p) {
   const u32 first = threadIdx.x / S::lanes;  // row within a pass
 
   grid_dependency_wait();
-  const Slot slot = read_slot(p.lane_slot, p.lane_ncols, p.lane_len, p.slot_pending, at.lane);
+  const Slot slot = read_slot(p.lane_slot, p.lane_ncols, p.lane_len, p.slot_pending, p.slot_parity, at.lane);
   if (slot.columns == 0) return;
   const u32 columns = u32(slot.columns);
   ColumnLoads<S> fresh;
   fresh.request(p, at, 0, stage_count<S>(columns, 0));
-  const i32 parity = ld_global<i32>(p.slot_parity + slot.slot);
 
   f32* state[S::rows];
   f32x4 s[S::rows][S::vectors];
@@ -225,8 +224,8 @@ NINFERC_DEVICE void decode(const DecodeOperands& p) {
 
   // 1. fold what the last step recorded
   const u32 pending = u32(slot.pending);
-  const i64 old_record = (i64(parity) * p.slots + slot.slot) * p.records;
-  const i64 new_record = (i64(1 - parity) * p.slots + slot.slot) * p.records;
+  const i64 old_record = (i64(slot.parity) * p.slots + slot.slot) * p.records;
+  const i64 new_record = (i64(1 - slot.parity) * p.slots + slot.slot) * p.records;
   RecordLoads<S> recorded;
   recorded.request(p, at, old_record, stage_count<S>(pending, 0));
   fresh.place(p, m, at, new_record, 0, stage_count<S>(columns, 0));
