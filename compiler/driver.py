@@ -14,7 +14,7 @@ from compiler.build import PhaseRequest, TextBuilder
 from compiler.control import MAX_CONTEXT, PAGE, ControlLimits, control_tables, table_offsets
 from compiler.emit.cache import Job, compile_all
 from compiler.emit.nvrtc import Resources
-from compiler.emit.render import render
+from compiler.emit.render import kernel_source
 from compiler.ir.graph import check
 from compiler.ir.types import Kind, Value
 from compiler.kernels.attention_decode import MAX_COLUMNS, work_items
@@ -253,7 +253,7 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
             regions[rank][WORK] = max(regions[rank][WORK], size)
     kernels = {entry: KernelImage(item, "", b"", NO_RESOURCES) for entry, item in specs.items()}
     if images:
-        sources = {entry: render(item.template, entry, item.params) for entry, item in specs.items()}
+        sources = {entry: kernel_source(item, caps) for entry, item in specs.items()}
         cubins = compile_all([Job(entry, source, caps.arch) for entry, source in sources.items()], cache, workers, progress)
         kernels = {
             entry: KernelImage(specs[entry], sources[entry], cubins[entry].image, cubins[entry].resources)

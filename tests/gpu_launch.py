@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from compiler.emit.nvrtc import compile_source
-from compiler.kernels.spec import KernelSpec
+from compiler.emit.arch import capability
+from compiler.emit.cache import Job, compile_all, write_atomic
+from compiler.emit.render import code_paths
+from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.program.model import Arg, KernelImage
 from runtime.cuda.device import Device
 from runtime.cuda.driver import DeviceError, api, call
 from runtime.cuda.modules import Modules, PackedArgs
+from tests import card
 
 GUARD = 256
 STICKY = ("ILLEGAL_ADDRESS", "LAUNCH_FAILED", "MISALIGNED", "ILLEGAL_INSTRUCTION", "LAUNCH_TIMEOUT", "HARDWARE_STACK")
@@ -26,18 +32,24 @@ def _root(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 class GpuLauncher:
-    """Keeps one device and the compiled kernels. Arrays that share memory alias on the device too."""
+    """Keeps one device and the compiled kernels, which come from the user's cache (NINFERC_CACHE) or go there: test
+    processes share them, and so do runs. Arrays that share memory alias on the device too."""
 
     def __init__(self, index: int = 0) -> None:
         self.device = Device(index)
-        self.arch = self.device.caps().arch
+        self._physical = self.device.caps()
+        self.arch = self._physical.arch
         self._modules: dict[str, Modules] = {}
+
+    def caps(self, sms: int | None = None) -> DeviceCaps:
+        """Capabilities to choose kernels by, ``sms`` in place of the device's multiprocessors."""
+        return card.target(self._physical, sms)
 
     def launch(self, spec: KernelSpec, source: str, args: list[Any], repeats: int = 1) -> None:
         """Upload the arrays, launch, synchronise, copy every writable array back. Guard bytes behind each array must
         survive."""
         if source not in self._modules:
-            cubin = compile_source(spec.entry, source, self.arch)
+            (cubin,) = compile_all([Job(spec.entry, code_paths(self.caps()) + source, self.arch)]).values()
             image = KernelImage(spec, source, cubin.image, cubin.resources)
             self._modules[source] = Modules({spec.entry: image}, [self.device])
         driver = api()
@@ -96,14 +108,29 @@ class GpuLauncher:
 class EmulatorLauncher:
     """The same interface on the CPU emulator. ``seed`` picks the schedule of threads and asynchronous copies."""
 
-    arch = "sm_90a"
-
     def __init__(self, seed: int = 1) -> None:
         self.seed = seed
+        self.arch = self.caps().arch
+
+    def caps(self, sms: int | None = None) -> DeviceCaps:
+        return card.emulated(sms)
 
     def launch(self, spec: KernelSpec, source: str, args: list[Any], repeats: int = 1) -> None:
         from tests.emulator.emulator import compile_kernel, launch
 
-        kernel = compile_kernel(source, name=spec.entry)
+        if RECORD:
+            record(Path(RECORD), spec, source)
+        kernel = compile_kernel(source, name=spec.entry, arch=10 * capability(self.caps()))
         for _ in range(repeats):
             launch(kernel, spec.grid, spec.block, args, spec.smem, self.seed)
+
+
+RECORD = os.environ.get("NINFERC_TEST_RECORD", "")  # a folder for every kernel that the emulator launches
+
+
+def record(folder: Path, spec: KernelSpec, source: str) -> None:
+    """Note a kernel for tests/compile/test_cards.py: once per source, whichever process comes first."""
+    data = {"entry": spec.entry, "source": source, "template": spec.template, "smem": spec.smem, "block": spec.block,
+            "cluster": spec.cluster}  # fmt: skip
+    text = json.dumps(data)
+    write_atomic(folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json", text.encode())

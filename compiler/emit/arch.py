@@ -85,7 +85,7 @@ def native_arch(major: int, minor: int) -> str:
 
 
 def card_as(card: str, physical: DeviceCaps) -> DeviceCaps:
-    """Capability set of ``card`` restricted to code that runs on the ``physical`` device (``--as``)."""
+    """Capability set and code paths of ``card`` restricted to what runs on the ``physical`` device (``--as``)."""
     if card not in CARDS:
         raise ArchError(f"card {card!r} is unknown; allowed: {', '.join(sorted(CARDS))}")
     arch, sms, l2_mib = CARDS[card]
@@ -103,4 +103,13 @@ def card_as(card: str, physical: DeviceCaps) -> DeviceCaps:
         fp8_convert=wanted.fp8_convert and physical.fp8_convert,
         programmatic_edges=wanted.programmatic_edges and physical.programmatic_edges,
         clusters=wanted.clusters and physical.clusters,
+        code_arch=0 if wanted.arch == physical.arch else min(capability(wanted), capability(physical)) * 10,
     )
+
+
+def capability(caps: DeviceCaps) -> int:
+    """Compute capability as one number: 86, 120."""
+    match = _ARCH.match(caps.arch)
+    if not match:
+        raise ArchError(f"architecture {caps.arch!r} is unknown; allowed: {', '.join(supported())}")
+    return int(match[1])

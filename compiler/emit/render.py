@@ -10,6 +10,7 @@ from pathlib import Path
 import jinja2
 
 import templates
+from compiler.kernels.spec import DeviceCaps, KernelSpec
 
 TEMPLATE_DIR = Path(templates.__file__).resolve().parent
 INCLUDE_DIR = TEMPLATE_DIR / "include"
@@ -47,12 +48,23 @@ def render(template: str, entry: str, params: Mapping[str, int | str | bool]) ->
     """CUDA C++ source of one kernel.
 
     ``template`` is a file name in ``templates/``; ``entry`` the extern "C" name, available as ``entry``. Booleans are
-    rendered as ``true``/``false`` (test them in Jinja as ``{% if flag == "true" %}``). Raises RenderError.
+    rendered as ``true``/``false`` (test them in Jinja as ``{% if flag == "true" %}``); ``params`` holds all of them by name. Raises RenderError.
     """
     values = {name: _literal(name, value) for name, value in params.items()}
     values["entry"] = _literal("entry", entry)
+    numbered = dict(values)  # for parameters whose names are put together in a loop: params["n" ~ i]
     try:
-        return _environment().get_template(template).render(values)
+        return _environment().get_template(template).render(values, params=numbered)
     except jinja2.TemplateError as error:
         line = getattr(error, "lineno", None)
         raise RenderError(f"template {template}{f' line {line}' if line else ''}: {error}") from error
+
+
+def code_paths(caps: DeviceCaps) -> str:
+    """What stands in front of a kernel's source so that it takes the code paths of ``caps.code_arch``; else nothing."""
+    return f"#define NINFERC_CODE_ARCH {int(caps.code_arch)}\n" if caps.code_arch else ""
+
+
+def kernel_source(spec: KernelSpec, caps: DeviceCaps) -> str:
+    """CUDA C++ source of a kernel for ``caps``. Raises RenderError."""
+    return code_paths(caps) + render(spec.template, spec.entry, spec.params)

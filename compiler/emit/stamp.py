@@ -19,6 +19,7 @@ def stamped(entry: str, source: str) -> str:
     if len(found) != 1:
         raise RenderError(f"kernel {entry}: {len(found)} definitions in its source, one is needed to measure it")
     match = found[0]
-    opening = (f"NINFERC_KERNEL({entry}{SUFFIX},{match[1]})({match[2]}, ninferc::u64* {ARGUMENT}) {{\n"
+    opening = (f"#include <ninferc/base/stamp.cuh>\n"
+               f"NINFERC_KERNEL({entry}{SUFFIX},{match[1]})({match[2]}, ninferc::u64* {ARGUMENT}) {{\n"
                f"  const ninferc::Stamp {ARGUMENT}_{{{ARGUMENT}}};\n")  # fmt: skip
-    return "#include <ninferc/base/stamp.cuh>\n" + source[: match.start()] + opening + source[match.end() :]
+    return source[: match.start()] + opening + source[match.end() :]

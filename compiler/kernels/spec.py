@@ -26,6 +26,7 @@ class DeviceCaps:
     fp8_convert: bool  # sm_89+
     programmatic_edges: bool  # sm_90+
     clusters: bool  # sm_90+
+    code_arch: int = 0  # as in NINFERC_ARCH (860): kernels take this architecture's code paths instead of those of arch
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from compiler.emit.cache import Job, compile_all
-from compiler.emit.render import render
+from compiler.emit.render import kernel_source
 from compiler.ir.op import ref_type
 from compiler.kernels.linear_columns import Product, Tile, candidates, choose, product_of, spec_of
 from compiler.kernels.spec import KernelSpec
@@ -71,7 +71,7 @@ class Tuner:
     def _prepare(self, specs: list[KernelSpec]) -> None:
         """Compile and load kernels under names of their own."""
         missing = [spec for spec in specs if spec.entry not in self._modules.kernels]
-        sources = {spec.entry: render(spec.template, spec.entry, spec.params) for spec in missing}
+        sources = {spec.entry: kernel_source(spec, self._program.caps) for spec in missing}
         arch = self._program.caps.arch
         cubins = compile_all([Job(entry, source, arch) for entry, source in sources.items()])
         images = {s.entry: KernelImage(s, sources[s.entry], cubins[s.entry].image, cubins[s.entry].resources) for s in missing}

@@ -12,14 +12,14 @@ from compiler.driver import CompileOptions, compile_program
 from compiler.program.model import Program
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.device import Device
-from tests import models
+from tests import card, models
 
 ALL_PAIRS = ((1, 1), (1, 4), (1, 8), (1, 32), (8, 1), (8, 4), (8, 8))
 
 
 @cache
 def gpu_program(name: str, weights: str, **options: Any) -> Program:
-    return compile_program(models.artifact(name, weights), Device(0).caps(), CompileOptions(**options))
+    return compile_program(models.artifact(name, weights), card.target(Device(0).caps()), CompileOptions(**options))
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from runtime.cuda.driver import DeviceError
 from runtime.cuda.modules import Modules
 from runtime.cuda.transport import TRANSPORTS, choose, exchange_op, self_test
 from runtime.session import EngineFault, Request, Sampling, Session
-from tests import models
+from tests import card, models
 
 pytestmark = pytest.mark.gpu
 OPTIONS: dict[str, Any] = {"max_context": 512, "max_concurrency": 8, "prefill_chunk": 128,
@@ -32,7 +32,7 @@ SAMPLED = Sampling(0.9, 0.95, 20, 0.0, 1.0, 0.2, seed=7)
 
 @cache
 def compiled(name: str, tp: int, **options: Any) -> Program:
-    caps = Device(0).caps()
+    caps = card.target(Device(0).caps())
     return compile_program(models.artifact(name, "bf16"), replace(caps, sms=caps.sms // 2),
                            CompileOptions(tp=tp, **(OPTIONS | options)))  # fmt: skip
 

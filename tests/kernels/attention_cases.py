@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from compiler.emit.arch import caps
 from compiler.emit.render import render
 from compiler.ir.op import Attr, Op
 from compiler.ir.types import Ref, TensorType
@@ -123,9 +122,9 @@ def make_case(before: Sequence[int], active: Sequence[int], width: int, *, heads
                 page_table, cache, qr, gate)  # fmt: skip
 
 
-def consumer_card(arch: str, sms: int = 5) -> DeviceCaps:
-    """``arch`` restricted to what a consumer card has: 99 KiB of shared memory per block, mma.sync only."""
-    return replace(caps(arch, sms=sms), smem_block=99 * 1024, smem_sm=100 * 1024, wgmma=False, clusters=False)
+def consumer_card(backend: Any, sms: int = 5) -> DeviceCaps:
+    """The backend's device restricted to what a consumer card has: 99 KiB of shared memory per block, mma.sync only."""
+    return replace(backend.caps(sms=sms), smem_block=99 * 1024, smem_sm=100 * 1024, wgmma=False, clusters=False)
 
 
 WORK_LIST = """

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from compiler.emit.arch import caps
 from compiler.emit.render import render
 from compiler.ir.op import Op
 from compiler.ir.types import Ref, TensorType
@@ -228,7 +227,7 @@ class Layer:
         """One decode step; ``accepted`` columns per lane count as committed afterwards. Returns o per lane."""
         operands = {**self._columns(lanes, width), **self._tables(slots, lanes), **self.state()}
         op = op_of("gdn", operands, vars_of(gdn.Gdn), phase="decode", **self.shape.attrs)
-        spec = recurrent_spec(op, types_of(operands), len(lanes), width, caps(self.backend.arch))
+        spec = recurrent_spec(op, types_of(operands), len(lanes), width, self.backend.caps())
         launch(self.backend, with_params(spec, self.overrides, self.shape), operands)
         for slot, tokens, count in zip(slots, lanes, accepted, strict=True):
             if len(tokens):
@@ -240,7 +239,7 @@ class Layer:
         """One prefill call of ``width`` columns of which len(tokens) are active. Returns o."""
         operands: dict[str, Array | View] = {**self._columns([tokens], width), **self._tables([slot], [tokens]), **self.state()}
         op = op_of("gdn", operands, vars_of(gdn.Gdn), phase="prefill", **self.shape.attrs)
-        target = caps(self.backend.arch)
+        target = self.backend.caps()
         if chunked:
             values, ops = gdn.lower_prefill(op, types_of(operands), "t")
             for name, value in zip(("matrices", "rows"), values, strict=True):

@@ -67,7 +67,7 @@ def test_chunks_of_a_length(kernel_backend: Any, length: int) -> None:
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
 def test_lengths_against_fp64(kernel_backend: Any, dim: int) -> None:
     case = make_case([length - 1 for length in LENGTHS], [1] * 6, 1, dim=dim, heads=6, kv_heads=2)
-    out = run_decode(kernel_backend, case, caps(kernel_backend.arch, sms=5))
+    out = run_decode(kernel_backend, case, kernel_backend.caps(sms=5))
     assert_close_to_fp64(out, case.reference(), "bf16")
 
 
@@ -77,7 +77,7 @@ SHAPES = [(4, 24, 4, 256), (8, 12, 2, 256), (3, 5, 5, 64), (8, 16, 1, 32)]
 @pytest.mark.parametrize(("width", "heads", "kv_heads", "dim"), SHAPES)
 def test_columns_against_fp64(kernel_backend: Any, width: int, heads: int, kv_heads: int, dim: int) -> None:
     case = make_case([0, 61, 200], [width, 0, width - 1], width, dim=dim, heads=heads, kv_heads=kv_heads)
-    out = run_decode(kernel_backend, case, caps(kernel_backend.arch))
+    out = run_decode(kernel_backend, case, kernel_backend.caps())
     assert_close_to_fp64(out[case.rows()], case.reference(), "bf16")
     idle = np.setdiff1d(np.arange(len(out)), case.rows())
     assert (out[idle] == 0xFFFF).all(), "an inactive column was written"
@@ -86,14 +86,14 @@ def test_columns_against_fp64(kernel_backend: Any, width: int, heads: int, kv_he
 @pytest.mark.parametrize("width", [1, 8])
 def test_consumer_card(kernel_backend: Any, width: int) -> None:
     case = make_case([0, 140], [width, 1], width, dim=256, heads=12, kv_heads=2)
-    out = run_decode(kernel_backend, case, consumer_card(kernel_backend.arch))
+    out = run_decode(kernel_backend, case, consumer_card(kernel_backend))
     assert_close_to_fp64(out[case.rows()], case.reference(), "bf16")
 
 
 def test_sharp_scores(kernel_backend: Any) -> None:
     """Scores of some hundreds: the running maximum moves, earlier weights vanish."""
     case = make_case([299], [2], 2, dim=64, sharpness=40.0)
-    assert_close_to_fp64(run_decode(kernel_backend, case, caps(kernel_backend.arch)), case.reference(), "bf16")
+    assert_close_to_fp64(run_decode(kernel_backend, case, kernel_backend.caps()), case.reference(), "bf16")
 
 
 def test_a_forgotten_page_is_rejected() -> None:
@@ -107,7 +107,7 @@ def test_a_forgotten_page_is_rejected() -> None:
 @pytest.mark.parametrize(("before", "dim"), [(60, 256), (290, 64), (4091, 32)])
 def test_bits_do_not_depend_on_neighbours(kernel_backend: Any, before: int, dim: int) -> None:
     """One value per column over widths 1, 4, 8, neighbouring lanes, grids and what lies beyond its length."""
-    target = caps(kernel_backend.arch)
+    target = kernel_backend.caps()
     pages = -(-(before + 8) // PAGE) + 1
     wide = make_case([before, 17, before - 3], [8, 8, 5], 8, dim=dim, heads=12, kv_heads=2, row_pages=pages)
     want = run_decode(kernel_backend, wide, target)
@@ -136,7 +136,7 @@ def test_very_long_sequences(kernel_backend: Any) -> None:
     q, gate = (to_bf16(random.standard_normal((1, heads * dim))) for _ in range(2))
     before, active, row = (np.array([value], np.int32) for value in (length - 1, 1, 0))
     case = Case(heads, 1, dim, 1, before, active, row, table, cache, q, gate)
-    out = run_decode(kernel_backend, case, caps(kernel_backend.arch))
+    out = run_decode(kernel_backend, case, kernel_backend.caps())
 
     def reference(pages: Any) -> Any:
         times = np.repeat(np.bincount(pages, minlength=physical), PAGE).astype(np.float64)

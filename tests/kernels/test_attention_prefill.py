@@ -22,7 +22,7 @@ VARIANTS = {"mma": mma_spec, "wgmma": wgmma_spec}
 
 
 def choice(backend: Any, variant: str) -> Any:
-    if variant == "wgmma" and backend.arch != "sm_90a":
+    if variant == "wgmma" and not backend.caps().wgmma:
         pytest.skip(f"{backend.arch} has no warpgroup products")
     return VARIANTS[variant]
 
@@ -31,7 +31,7 @@ def choice(backend: Any, variant: str) -> Any:
 @pytest.mark.parametrize(("before", "rows"), [(0, 1), (0, 65), (127, 130)])
 def test_against_fp64(kernel_backend: Any, variant: str, dim: int, before: int, rows: int) -> None:
     case = make_case([before], [rows], 192, dim=dim, heads=6 if dim < 256 else 3, kv_heads=2 if dim < 256 else 1)
-    out = run_prefill(kernel_backend, case, caps(kernel_backend.arch, sms=5), choice(kernel_backend, variant))
+    out = run_prefill(kernel_backend, case, kernel_backend.caps(sms=5), choice(kernel_backend, variant))
     assert_close_to_fp64(out[:rows], case.reference(), "bf16")
     assert (out[rows:] == 0xFFFF).all(), "an inactive row was written"
 
@@ -44,15 +44,15 @@ def test_split_keys(kernel_backend: Any, variant: str, dim: int, rows: int, sms:
     """Few rows after a long history: tiles are cut along the keys; the result is the same function."""
     case = make_case([1600], [rows], 256, dim=dim, heads=2, kv_heads=1, row_pages=30)
     choose = choice(kernel_backend, variant)
-    out = run_prefill(kernel_backend, case, caps(kernel_backend.arch, sms=sms), choose)
+    out = run_prefill(kernel_backend, case, kernel_backend.caps(sms=sms), choose)
     assert_close_to_fp64(out[:rows], case.reference(), "bf16")
-    whole = run_prefill(kernel_backend, case, caps(kernel_backend.arch, sms=1), choose)
+    whole = run_prefill(kernel_backend, case, kernel_backend.caps(sms=1), choose)
     assert (whole[:rows] != out[:rows]).any(), "nothing was split"
 
 
 def test_consumer_card(kernel_backend: Any) -> None:
     case = make_case([70], [150], 192, dim=256, heads=2, kv_heads=1)
-    target = consumer_card(kernel_backend.arch)
+    target = consumer_card(kernel_backend)
     assert prefill_spec(case.op("prefill"), case.types(), target).smem < 99 * 1024
     assert_close_to_fp64(run_prefill(kernel_backend, case, target)[:150], case.reference(), "bf16")
 
@@ -60,7 +60,7 @@ def test_consumer_card(kernel_backend: Any) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_rows(kernel_backend: Any, variant: str) -> None:
     case = make_case([64], [0], 128, dim=64)
-    assert (run_prefill(kernel_backend, case, caps(kernel_backend.arch), choice(kernel_backend, variant)) == 0xFFFF).all()
+    assert (run_prefill(kernel_backend, case, kernel_backend.caps(), choice(kernel_backend, variant)) == 0xFFFF).all()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -81,7 +81,7 @@ def test_a_forgotten_page_is_rejected(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sharp_scores(kernel_backend: Any, variant: str) -> None:
     case = make_case([190], [70], 128, dim=64, sharpness=40.0)
-    out = run_prefill(kernel_backend, case, caps(kernel_backend.arch, sms=3), choice(kernel_backend, variant))
+    out = run_prefill(kernel_backend, case, kernel_backend.caps(sms=3), choice(kernel_backend, variant))
     assert_close_to_fp64(out[:70], case.reference(), "bf16")
 
 
@@ -97,7 +97,7 @@ def test_golden_vectors(kernel_backend: Any, variant: str) -> None:
         page = case.page_table[case.page_row[0], token // PAGE]
         cache[page, 0, :, token % PAGE], cache[page, 1, :, token % PAGE] = gold["gqa_k"][token], gold["gqa_v"][token]
     case = replace(case, cache=cache, qr=gold["gqa_q"].reshape(5, -1), gate=gold["gqa_gate"].reshape(5, -1))
-    target = caps(kernel_backend.arch)
+    target = kernel_backend.caps()
     if variant == "decode":
         out = run_decode(kernel_backend, case, target)
     else:

@@ -66,7 +66,7 @@ class Problem:
             values[f"{name}_stride"] = row.shape[1]
             types[name] = TensorType((row.shape[0], size), "bf16")
         definition("attn_prepare").check(self.op, {n: types[n] for n in (*INPUTS, "qr", "kv")})
-        run(backend, prepare_spec(self.op, types, self.width, caps(backend.arch)), values)
+        run(backend, prepare_spec(self.op, types, self.width, backend.caps()), values)
         return values
 
     def reference(self) -> dict[str, Any]:

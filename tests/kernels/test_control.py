@@ -17,7 +17,6 @@ from compiler.control import (
     egress_words,
     table_offsets,
 )
-from compiler.emit.arch import caps
 from compiler.emit.render import render
 from compiler.ir.op import Op, definition
 from compiler.ir.types import Ref, TensorType
@@ -29,7 +28,6 @@ from tests.emulator.harness import assert_close_to_fp64, from_bf16, poisoned, to
 LIMITS = ControlLimits(lanes=3, slots=4, max_context=300, pages=15, chunk=128, score_chunk=128, records=4,
                        vocab_rows=520, vocab_ids=500,
                        kv_heads=2, rotary_pairs=4, queue=64)  # fmt: skip
-CAPS = caps("sm_90a")
 TABLES = control_tables(LIMITS)
 OFFSETS, WORDS = table_offsets(TABLES)
 
@@ -93,7 +91,7 @@ def test_begin_and_advance(kernel_backend: Any, lanes: int, width: int, seed: in
     known = definition("begin")
     begin = Op("begin", refs(("ring", "lane_page_row")), {}, refs(known.state),
                {"phase": "decode", "kv_heads": 2, "max_context": 300, "vocab": 500})  # fmt: skip
-    spec = control.begin_spec(begin, types_of(begin, mine.arrays | extra), lanes, width, 4, CAPS)
+    spec = control.begin_spec(begin, types_of(begin, mine.arrays | extra), lanes, width, 4, kernel_backend.caps())
     source = render(spec.template, spec.entry, {**spec.params, "vocab": 520})
     kernel_backend.launch(spec, source, [(mine.arrays | extra)[name] for name in spec.args])
     known.reference(begin, context(begin, twin.arrays | twin_extra, lanes, width, np.zeros(LIMITS.lanes, int)))
@@ -110,7 +108,7 @@ def test_begin_and_advance(kernel_backend: Any, lanes: int, width: int, seed: in
                                  {"run_ncols": "lane_ncols", "run_len": "lane_len", "run_slot": "lane_slot"}), {},
                  refs(definition("advance").state), {"phase": "decode", "max_context": 300})  # fmt: skip
     arrays = mine.arrays | {"sampled": sampled}
-    spec = control.advance_spec(advance, types_of(advance, arrays), lanes, width, CAPS)
+    spec = control.advance_spec(advance, types_of(advance, arrays), lanes, width, kernel_backend.caps())
     values = {name: arrays[ref.value] for name, ref in advance.refs()} | {"pf_control": None}
     kernel_backend.launch(spec, render(spec.template, spec.entry, spec.params), [values[name] for name in spec.args])
     definition("advance").reference(advance, context(advance, twin.arrays | {"sampled": sampled}, lanes, width,
@@ -131,7 +129,7 @@ def test_records_outside_set_the_fault(kernel_backend: Any) -> None:
                                                       {"lane_ncols": "pf_lane_ncols", "lane_len": "pf_lane_len",
                                                        "tokens": "pf_tokens", "positions": "pf_positions"}),
                    {"phase": "prefill", "kv_heads": 2, "max_context": 300, "vocab": 500})  # fmt: skip
-        spec = control.begin_spec(begin, types_of(begin, arrays), 1, 128, 4, CAPS)
+        spec = control.begin_spec(begin, types_of(begin, arrays), 1, 128, 4, kernel_backend.caps())
         before = mine.arrays["block"].copy()
         values = {name: arrays[ref.value] for name, ref in begin.refs()}
         kernel_backend.launch(spec, render(spec.template, spec.entry, spec.params), [values[name] for name in spec.args])
@@ -146,7 +144,7 @@ def test_rmsnorm(kernel_backend: Any, width: int) -> None:
     x, w = to_bf16(rng.normal(0, 3, (3, width))), to_bf16(rng.normal(0, 0.3, width))
     y = poisoned((3, width))
     op = Op("rmsnorm", refs(("x", "w")), refs(("y",)), {}, {"eps": 1e-6})
-    spec = control.rmsnorm_spec(op, {"x": TensorType(x.shape, "bf16")}, CAPS)
+    spec = control.rmsnorm_spec(op, {"x": TensorType(x.shape, "bf16")}, kernel_backend.caps())
     kernel_backend.launch(spec, render(spec.template, spec.entry, spec.params), [x, width, w, y, width, 1e-6])
     wide = from_bf16(x).astype(np.float64)
     reference = wide / np.sqrt((wide * wide).mean(axis=1, keepdims=True) + 1e-6) * (1 + from_bf16(w).astype(np.float64))
@@ -179,7 +177,7 @@ def test_sample(kernel_backend: Any, case: str, rows: int, width: int, vocab: in
         arrays["run_ncols"][1] = width - 1  # an inactive column writes nothing
     op = Op("sample", refs(tuple(n for n in arrays if n != "token")), refs(("token",)), {}, {"vocab": vocab})
     kinds = {name: TensorType(a.shape, "bf16" if name == "logits" else "i32") for name, a in arrays.items()}
-    spec = control.sample_spec(op, kinds, lanes, width, CAPS)
+    spec = control.sample_spec(op, kinds, lanes, width, kernel_backend.caps())
     scratch = {"candidates": np.full(spec.scratch["candidates"] // 8, 0xFFFFFFFFFFFFFFFF, np.uint64),
                "arrivals": np.zeros(rows, np.uint32)}  # fmt: skip
     values: dict[str, Any] = arrays | scratch | {"pf_control": None, "logits_stride": logits.shape[1]}

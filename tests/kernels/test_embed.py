@@ -14,17 +14,17 @@ from compiler.ir.op import Op
 from compiler.ir.types import IRError, Ref, TensorType
 from compiler.kernels.embed import embed_spec
 from compiler.kernels.linear_columns import FORMATS
-from compiler.kernels.spec import KernelSpec
+from compiler.kernels.spec import DeviceCaps, KernelSpec
 from tests.emulator.harness import poisoned, to_bf16
 from tests.kernels.encoded_weights import random_weights
 
 OP = Op("embed", {"tokens": Ref("tokens"), "w": Ref("w")}, {"x": Ref("x")})
 
 
-def spec_for(format: str, rows: int, width: int, columns: int, arch: str = "sm_90a") -> KernelSpec:
+def spec_for(format: str, rows: int, width: int, columns: int, target: DeviceCaps | None = None) -> KernelSpec:
     types = {"tokens": TensorType((columns,), "i32"), "w": TensorType((rows, width), "u8"),
              "x": TensorType((columns, width), "bf16")}  # fmt: skip
-    return embed_spec(OP, types, format, caps(arch))
+    return embed_spec(OP, types, format, target or caps("sm_90a"))
 
 
 @pytest.mark.parametrize("width", [64, 192, 1088, 200])
@@ -37,7 +37,7 @@ def test_rows_bit_by_bit(kernel_backend: Any, format: str, width: int) -> None:
     weights = random_weights(rng, format, 256, width)
     tokens = np.array([0, 255, 7, 7, 128, 85], np.int32)
     x = poisoned((6, width + 8))
-    spec = spec_for(format, 256, width, 6, kernel_backend.arch)
+    spec = spec_for(format, 256, width, 6, kernel_backend.caps())
     source = render(spec.template, spec.entry, spec.params)
     kernel_backend.launch(spec, source, [tokens, *weights.pointers(), x, width + 8])
     assert np.all(x[:, width:] == 0xFFFF)
@@ -47,7 +47,7 @@ def test_rows_bit_by_bit(kernel_backend: Any, format: str, width: int) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
 def test_no_local_memory(format: str, arch: str) -> None:
-    spec = spec_for(format, 248320, 5120, 8, arch)
+    spec = spec_for(format, 248320, 5120, 8, caps(arch))
     used = compile_source(spec.entry, render(spec.template, spec.entry, spec.params), arch).resources
     assert (used.stack, used.spill_stores, used.local) == (0, 0, 0)
 

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compiler.kernels.spec import KernelSpec
+from compiler.emit.arch import capability
+from compiler.kernels.spec import DeviceCaps, KernelSpec
+from tests.card import emulated
 from tests.emulator import toolchain
 from tests.emulator.harness import to_bf16
 from tests.kernels.gdn_cases import Layer, Shape, random_tokens
@@ -20,14 +22,15 @@ WEIGHTS = {"w", "wa", "wb"}
 class ProgrammaticEmulator:
     """Launches as behind a programmatic edge: the emulator refuses what a kernel may not do before its wait."""
 
-    arch = "sm_90a"
+    def caps(self) -> DeviceCaps:
+        return emulated()
 
     def launch(self, spec: KernelSpec, source: str, args: list[Any]) -> None:
         from tests.emulator.emulator import compile_kernel, launch
 
         constants = [at for at, name in enumerate(spec.args) if name in WEIGHTS]
-        launch(compile_kernel(source, name=spec.entry), spec.grid, spec.block, args, spec.smem, 1, programmatic=True,
-               constants=constants)  # fmt: skip
+        kernel = compile_kernel(source, name=spec.entry, arch=10 * capability(self.caps()))
+        launch(kernel, spec.grid, spec.block, args, spec.smem, 1, programmatic=True, constants=constants)
 
 
 def test_recurrence_and_chunks_wait() -> None:

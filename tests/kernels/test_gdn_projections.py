@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compiler.emit.arch import caps
 from compiler.kernels.conv import conv_spec
 from compiler.kernels.gated_norm import gated_norm_spec
 from compiler.kernels.gdn_gates import gates_spec
@@ -55,7 +54,7 @@ class ConvLayer:
                      "lane_slot": np.array(slots, np.int32), "lane_ncols": np.array([len(x) for x in lanes], np.int32),
                      "lane_len": self.length[list(slots)].copy(), "slot_pending": self.pending, "slot_parity": self.parity}  # fmt: skip
         op = op_of("conv", operands, vars_of(conv.Conv), phase=phase)
-        launch(self.backend, conv_spec(op, types_of(operands), len(lanes), width, caps(self.backend.arch)), operands)
+        launch(self.backend, conv_spec(op, types_of(operands), len(lanes), width, self.backend.caps()), operands)
         for slot, x, count in zip(slots, lanes, accepted, strict=True):
             if len(x):
                 self.length[slot] += count
@@ -159,7 +158,7 @@ def run_gates(backend: Any, case: dict[str, Array], fused: bool) -> Array:
     if fused:
         operands["wa"] = operands["wb"] = np.concatenate([case["wa"], case["wb"]])
         op.inputs["wb"] = op.inputs["wa"]  # type: ignore[index]
-    launch(backend, gates_spec(op, types_of(operands), caps(backend.arch)), operands)
+    launch(backend, gates_spec(op, types_of(operands), backend.caps()), operands)
     return gates
 
 
@@ -211,7 +210,7 @@ def run_norm(backend: Any, o: Array, z: Array, w: Array) -> Array:
         views[name] = View(root, 8, width)
     operands: dict[str, Array | View] = {**views, "w": w}
     op = op_of("gated_norm", operands, vars_of(gated_norm.GatedNorm), eps=1e-6, heads=heads, dim=dim)
-    launch(backend, gated_norm_spec(op, types_of(operands), caps(backend.arch)), operands)
+    launch(backend, gated_norm_spec(op, types_of(operands), backend.caps()), operands)
     y = views["y"].root
     assert np.all(y[:, :8] == 0xFFFF) and np.all(y[:, 8 + width :] == 0xFFFF)
     return np.ascontiguousarray(views["y"].array()).reshape(o.shape)

@@ -48,7 +48,7 @@ def launch(backend: Any, product: Product, weights: Weights, x: Array, tile: Til
            norm_w: Array | None = None, pad: int = 0) -> Array:  # fmt: skip
     """The output [columns, outputs] of one launch; ``pad`` more elements per row on every strided operand, checked to be
     untouched."""
-    target = caps(backend.arch)
+    target = backend.caps()
     spec = spec_of(product, tile or choose(product, target), target, EPS)
     return launch_spec(backend, spec, product, weights, x, residual, norm_w, pad)
 
@@ -148,7 +148,7 @@ def test_bits_do_not_depend_on_the_tile(kernel_backend: Any, format: str, column
              Tile(1, 2, 2, 4, True, 1), Tile(2, 1, 1, 3, True, 0)]  # fmt: skip
     outputs = []
     for i, tile in enumerate(tiles):
-        target = caps(kernel_backend.arch, sms=1 + i % 3)  # few multiprocessors: blocks walk over several tiles
+        target = kernel_backend.caps(sms=1 + i % 3)  # few multiprocessors: blocks walk over several tiles
         if fits(product, tile, target):
             spec = spec_of(product, tile, target)
             outputs.append(launch_spec(kernel_backend, spec, product, weights, x))
@@ -165,7 +165,7 @@ def test_bits_do_not_depend_on_the_tile(kernel_backend: Any, format: str, column
 @pytest.mark.parametrize("columns", [3, 40])
 def test_bits_do_not_depend_on_who_computes_a_segment(kernel_backend: Any, tile: Tile, columns: int) -> None:
     """Segments in one block or in several that meet in memory; 40 columns are two blocks of columns."""
-    rng, target = np.random.default_rng(9), caps(kernel_backend.arch, sms=3)
+    rng, target = np.random.default_rng(9), kernel_backend.caps(sms=3)
     product = Product("W8G32_F16S", 80, 2560, columns, 2, "residual")
     weights, x = random_weights(rng, product.format, 80, 2560), activations(rng, columns, 2560)
     residual = activations(rng, columns, 80)
@@ -220,7 +220,7 @@ def test_norm_prologue(kernel_backend: Any, columns: int) -> None:
     fused = launch(kernel_backend, product, weights, x, norm_w=norm_w)
     types = {name: TensorType((columns, 640), "bf16") for name in ("x", "y")}
     op = Op("rmsnorm", {"x": Ref("x"), "w": Ref("w")}, {"y": Ref("y")}, attrs={"eps": EPS})
-    norm = rmsnorm_spec(op, types, caps(kernel_backend.arch))
+    norm = rmsnorm_spec(op, types, kernel_backend.caps())
     normed = poisoned((columns, 640))
     kernel_backend.launch(norm, render(norm.template, norm.entry, norm.params), [x, 640, norm_w, normed, 640, EPS])
     plain = replace(product, norm=False)

@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 def target(backend: Any, family: str) -> DeviceCaps:
     """Capabilities of the backend's device, without warpgroup products for the portable family."""
-    found = caps(backend.arch)
+    found = backend.caps()
     if family == "wgmma" and not found.wgmma:
         pytest.skip(f"{backend.arch} has no warpgroup products")
     return found if family == "wgmma" else replace(found, wgmma=False)

@@ -4,12 +4,15 @@
 // (NINFERC_EMULATOR).  Code outside this folder contains no inline assembly, so all of it runs in both.
 #pragma once
 
+// NINFERC_CODE_ARCH (emit/render.py): take the code paths of that architecture, whatever is compiled for.
 #if defined(NINFERC_EMULATOR)
 #define NINFERC_DEVICE inline
 #define NINFERC_ARCH NINFERC_EMULATOR_ARCH
 #else
 #define NINFERC_DEVICE __device__ __forceinline__
-#ifdef __CUDA_ARCH__
+#if defined(NINFERC_CODE_ARCH)
+#define NINFERC_ARCH NINFERC_CODE_ARCH
+#elif defined(__CUDA_ARCH__)
 #define NINFERC_ARCH __CUDA_ARCH__
 #else
 #define NINFERC_ARCH 0
@@ -37,7 +40,7 @@
 #define NINFERC_HAS_FP8_CVT (NINFERC_ARCH >= 890)
 #define NINFERC_HAS_BULK_COPY (NINFERC_ARCH >= 900)
 #define NINFERC_HAS_PROGRAMMATIC (NINFERC_ARCH >= 900)
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || (defined(NINFERC_EMULATOR) && NINFERC_EMULATOR_ARCH == 900)
+#if (defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(NINFERC_CODE_ARCH)) || (defined(NINFERC_EMULATOR) && NINFERC_EMULATOR_ARCH == 900)
 #define NINFERC_HAS_WGMMA 1
 #else
 #define NINFERC_HAS_WGMMA 0
