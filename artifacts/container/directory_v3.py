@@ -4,14 +4,26 @@ Reader limits beyond the format: 131,072 records in all (objects, bindings and t
 auxiliaries, components and their resources), of which at most 32,768 objects and 4,096 files.
 """
 
-import gc
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from artifacts.container.directory_v2 import MAX_OBJECTS
-from artifacts.container.json_reader import Buffer, JsonCursor, decode_text, unique
+from artifacts.container.json_reader import Buffer, JsonCursor, collector_paused, decode_text, unique
+from artifacts.container.records_v3 import (
+    BINDING,
+    POLICIES,
+    USE,
+    Binding,
+    Component,
+    DirectoryV3,
+    FilePart,
+    Part,
+    Use,
+    not_ascending,
+    spelled_bindings,
+    spelled_uses,
+)
 from artifacts.container.schema import (
     CANONICAL_NAMES,
     RESOURCE_ENCODING,
@@ -31,69 +43,11 @@ from artifacts.errors import DirectoryError, FormatError, GeometryError, LayoutE
 
 MAX_RECORDS = 131072
 MAX_FILES = 4096
-POLICIES = ("A16Only", "AllowA8", "AllowA4")
 ROOT_MEMBERS = ("files", "objects", "components", "bindings", "uses", "metadata", "provenance")
 TENSOR_MEMBERS = frozenset(("id", "kind", "shape", "format", "layout", "offset", "bytes"))
 RESOURCE_MEMBERS = frozenset(("id", "kind", "encoding", "offset", "bytes"))
 USE_MEMBERS, USE_OPTIONAL = frozenset(("parameter", "input")), frozenset(("activation_policy", "auxiliaries"))
 NONE: frozenset[str] = frozenset()
-
-
-class FilePart(NamedTuple):
-    """One file of the artifact: `path` None for the entry, else a name beside it; its share of the payload in bytes."""
-
-    path: str | None
-    payload_bytes: int
-
-
-class Part(NamedTuple):
-    """Elements [begin, end) of a tensor object, counted in its logical C order."""
-
-    object: str
-    begin: int
-    end: int
-
-
-class Binding(NamedTuple):
-    """The elements of a logical parameter, in order. `whole`: the parameter has the shape of its one object."""
-
-    parts: tuple[Part, ...]
-    whole: bool
-
-
-class Use(NamedTuple):
-    """A product of `parameter` with the activation at `input`, and the activation precision it permits."""
-
-    parameter: str
-    input: str
-    policy: str
-    auxiliaries: dict[str, Binding]
-
-
-@dataclass(frozen=True)
-class Component:
-    """`config` selects code; `resources` maps roles to resource objects; `proposal` is (domain, rows or None)."""
-
-    config: dict[str, Any]
-    target: str | None = None
-    resources: dict[str, str] = field(default_factory=dict)
-    proposal: tuple[str, int | None] | None = None
-
-
-@dataclass
-class DirectoryV3:
-    files: list[FilePart]
-    objects: list[StoredObject]
-    components: dict[str, Component]
-    bindings: dict[str, Binding]
-    uses: list[Use]
-    metadata: dict[str, Any] | None = None
-    provenance: dict[str, Any] | None = None
-
-    @property
-    def payload_bytes(self) -> int:
-        """Length of the logical payload, all files together."""
-        return sum(file.payload_bytes for file in self.files)
 
 
 class _Reader:
@@ -207,13 +161,17 @@ class _Reader:
 
     def _bindings(self) -> dict[str, Binding]:
         bindings: dict[str, Binding] = {}
-        for name, record in self.cursor.record_members("bindings", MAX_RECORDS):
-            try:
-                self.count()
-                key = self.shared(name, "name")
-                bindings[key] = self._long_binding() if record is None else self._binding(record)
-            except DirectoryError as error:
-                raise DirectoryError(f"binding {quoted(name)}: {error}") from None
+        for rows, records in self.cursor.member_runs("bindings", MAX_RECORDS, BINDING):
+            self.count(2 * len(rows))
+            if rows:
+                bindings.update(spelled_bindings(rows, self.names))
+            for name, record in records:
+                try:
+                    self.count()
+                    key = self.shared(name, "name")
+                    bindings[key] = self._long_binding() if record is None else self._binding(record)
+                except DirectoryError as error:
+                    raise DirectoryError(f"binding {quoted(name)}: {error}") from None
         return bindings
 
     def _long_binding(self) -> Binding:
@@ -251,17 +209,21 @@ class _Reader:
             raise DirectoryError(f"range must be two integers, found {quoted(span)}")
         begin, end = span
         if type(begin) is not int or type(end) is not int or not 0 <= begin < end < U64_LIMIT:
-            raise DirectoryError(f"range must be two ascending integers below 2^64, found {quoted(span)}")
+            raise not_ascending(span)
         return Part(self.shared(name, "object"), begin, end)
 
     def _uses(self) -> list[Use]:
         uses: list[Use] = []
-        for index, record in enumerate(self.cursor.record_array("uses", MAX_RECORDS)):
-            self.count()
-            try:
-                uses.append(self._use(unique(record)))
-            except DirectoryError as error:
-                raise DirectoryError(f"use {index}: {error}") from None
+        for rows, records in self.cursor.record_runs("uses", MAX_RECORDS, USE):
+            self.count(len(rows))
+            if rows:
+                uses.extend(spelled_uses(rows, self.names))
+            for record in records:
+                self.count()
+                try:
+                    uses.append(self._use(unique(record)))
+                except DirectoryError as error:
+                    raise DirectoryError(f"use {len(uses)}: {error}") from None
         return uses
 
     def _use(self, record: dict[str, Any]) -> Use:
@@ -336,14 +298,9 @@ def parse_directory(raw: Buffer, entry_name: str) -> DirectoryV3:
 
     Errors: DirectoryError, GeometryError. Object storage problems are recorded in the objects, not raised.
     """
-    collecting = gc.isenabled()
-    gc.disable()  # the tables hold no cycles; the collector would only walk them again and again as they grow
-    try:
+    with collector_paused():
         directory = _Reader(raw).read()
         check_references(directory, entry_name)
-    finally:
-        if collecting:
-            gc.enable()
     return directory
 
 
@@ -361,19 +318,36 @@ def check_references(directory: DirectoryV3, entry_name: str) -> None:
             if reference not in resources:
                 raise DirectoryError(f"{what}: resource {quoted(role)}: {quoted(reference)} is not a resource object")
     sizes = {name: elements(tensor) for name, tensor in tensors.items()}
+    size_of = sizes.get
     for name, binding in directory.bindings.items():
+        parts, whole = binding
+        if len(parts) == 1 and not whole:  # the common case, without a call
+            parent, _, end = parts[0]
+            if end <= size_of(parent, 0):
+                continue
         try:
             directory.bindings[name] = _resolve(binding, sizes)
         except DirectoryError as error:
             raise DirectoryError(f"binding {quoted(name)}: {error}") from None
-    seen: set[tuple[str, str]] = set()
-    for index, use in enumerate(directory.uses):
-        if use.parameter not in directory.bindings:
-            raise DirectoryError(f"use {index}: parameter {quoted(use.parameter)} has no binding")
-        key = (use.parameter, use.input)
-        if key in seen:
-            raise DirectoryError(f"use {index}: parameter {quoted(key[0])} and input {quoted(key[1])} occur twice")
-        seen.add(key)
+    _check_uses(directory, sizes)
+
+
+def _check_uses(directory: DirectoryV3, sizes: dict[str, int]) -> None:
+    bindings, uses = directory.bindings, directory.uses
+    parameters = [use.parameter for use in uses]
+    places = set(zip(parameters, [use.input for use in uses], strict=True))
+    if len(places) != len(uses) or not bindings.keys() >= set(parameters):  # some use is wrong: find the first
+        seen: set[tuple[str, str]] = set()
+        for index, use in enumerate(uses):
+            if use.parameter not in bindings:
+                raise DirectoryError(f"use {index}: parameter {quoted(use.parameter)} has no binding")
+            key = (use.parameter, use.input)
+            if key in seen:
+                raise DirectoryError(f"use {index}: parameter {quoted(key[0])} and input {quoted(key[1])} occur twice")
+            seen.add(key)
+    for index, use in enumerate(uses):
+        if not use.auxiliaries:
+            continue
         for role, binding in use.auxiliaries.items():
             try:
                 use.auxiliaries[role] = _resolve(binding, sizes)
@@ -496,3 +470,16 @@ def encode_directory(directory: DirectoryV3, files: Iterable[FilePart] | None = 
         for file in (directory.files if files is None else files)
     ]
     return json.dumps(root, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+__all__ = [
+    "Binding",
+    "Component",
+    "DirectoryV3",
+    "FilePart",
+    "Part",
+    "Use",
+    "check_references",
+    "encode_directory",
+    "parse_directory",
+]

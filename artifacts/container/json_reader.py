@@ -10,10 +10,12 @@ directory 8 MiB; decoded text 16 MiB; open values 32,768 in all; values in one r
 per string.
 """
 
+import gc
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from json.decoder import scanstring  # type: ignore[attr-defined]  # the C string scanner of the standard library
 from typing import Any
 
@@ -28,8 +30,10 @@ MAX_DEPTH = 64
 MAX_RECORD_VALUES = 4096
 STRING_SLICE, MAX_STRING = 4096, 262144  # characters
 RECORD_SLICE, BATCH_SLICE = 2048, 16384  # characters handed to the C scanner at once: bounds what it can allocate
+SPELLED_SLICE = 4096
 
 Buffer = bytes | memoryview
+Rows = list[tuple[str, ...]]
 Pairs = tuple[tuple[str, Any], ...]
 """An object of a closed schema as it stands in the text: (name, value) in order, objects inside it alike.
 
@@ -96,6 +100,18 @@ def _finite(digits: str) -> float:
     return value
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Tables of records hold no cycles: the garbage collector would only walk them again and again as they grow."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 def unique(pairs: Pairs) -> dict[str, Any]:
     """The members of a record by name. Errors: DirectoryError for a repeated name."""
     record = dict(pairs)
@@ -117,6 +133,26 @@ def _pairs(value: Any) -> Any:
     return value
 
 
+class Spelling:
+    """One spelling of an array element or an object member, without white space.
+
+    `pattern`: a regular expression whose groups are the parts that vary; `fixed`: the element with these parts empty.
+    """
+
+    def __init__(self, pattern: str, fixed: str) -> None:
+        self._find = re.compile(pattern + ",").findall
+        self._fixed = len(fixed) + 1
+
+    def rows(self, run: str) -> Rows:
+        """The groups of each element of a run of elements with commas between them; none if one is spelled otherwise.
+
+        `findall` passes over what does not match; that nothing was passed over shows in the length.
+        """
+        rows: Rows = self._find(run + ",")
+        length = self._fixed * len(rows) + sum([len("".join(column)) for column in zip(*rows, strict=True)])
+        return rows if length == len(run) + 1 else []
+
+
 class JsonCursor:
     """A position in a JSON text. Every method consumes exactly one construct and raises DirectoryError otherwise.
 
@@ -127,7 +163,7 @@ class JsonCursor:
         self.text = text
         self.position = 0
         self._open_values = MAX_OPEN_VALUES
-        self._unbatched = 0
+        self._unbatched = self._unspelled = 0
         self._parse_int: Callable[[str], int] = int if negative_zero else _strict_int
         decoder = json.JSONDecoder(
             object_pairs_hook=tuple,
@@ -249,30 +285,42 @@ class JsonCursor:
 
     def record_array(self, what: str, limit: int) -> Iterator[Pairs]:
         """The objects of an array of closed-schema records. Errors: not an array of objects, more than `limit`."""
+        for _, records in self.record_runs(what, limit):
+            yield from records
+
+    def record_runs(self, what: str, limit: int, spelling: Spelling | None = None) -> Iterator[tuple[Rows, Sequence[Pairs]]]:
+        """As `record_array`, in runs: each the rows of consecutive elements of `spelling`, or records."""
         self._take("[", f"an array ({what})")
         if self.peek() == "]":
             self.position += 1
             return
         count = 0
         while True:
-            batch = self._batch("[", "},{", "]")
-            for value in (self._record(what),) if batch is None else batch:
-                if type(value) is not tuple:
-                    raise DirectoryError(f"JSON directory: {what} may only hold objects, found {quoted(value)}")
-                count += 1
-                if count > limit:
-                    raise DirectoryError(f"JSON directory: {what} has more than {limit} elements")
-                yield value
+            rows = self._spelled(spelling, "},{")
+            records: Sequence[Pairs] = ()
+            if not rows:
+                records = self._batch("[", "},{", "]") or (self._record(what),)
+            strange = [value for value in records if type(value) is not tuple]
+            if strange:
+                raise DirectoryError(f"JSON directory: {what} may only hold objects, found {quoted(strange[0])}")
+            count += len(rows) + len(records)
+            if count > limit:
+                raise DirectoryError(f"JSON directory: {what} has more than {limit} elements")
+            yield rows, records
             if self.peek() == "]":
                 self.position += 1
                 return
             self._take(",", "a comma or the end of an array")
 
-    def record_members(self, what: str, limit: int) -> Iterator[tuple[str, Pairs | None]]:
-        """The members of an object whose values are closed-schema records: (name, record).
+    def member_runs(
+        self, what: str, limit: int, spelling: Spelling
+    ) -> Iterator[tuple[Rows, Sequence[tuple[str, Pairs | None]]]]:
+        """The members of an object whose values are closed-schema records, in runs: each the rows of consecutive members
+        of `spelling`, whose first group is the name, or (name, record).
 
-        A record of None means that the value was not read yet and the caller must consume it (it may be long).
-        Errors: not an object, a repeated name, a value that is no object, more than `limit` members.
+        A record of None means that the value was not read yet and the caller must consume it (it may be long); it is
+        the only one of its run. Errors: not an object, a repeated name, a value that is no object, more than `limit`
+        members.
         """
         self._take("{", f"an object ({what})")
         seen: set[str] = set()
@@ -280,24 +328,42 @@ class JsonCursor:
             self.position += 1
             return
         while True:
-            batch = self._batch("{", '},"', "}")
-            if batch is None:
-                name = self.string()
-                self._take(":", "a colon")
-                batch = ((name, self.short_record(what)),)
-            elif any(type(value) is not tuple for _, value in batch):
-                raise DirectoryError(f"JSON directory: {what} may only hold objects")
-            for name, value in batch:
-                if name in seen:
-                    raise DirectoryError(f"JSON directory repeats member {quoted(name)} of {what}")
-                if len(seen) == limit:
-                    raise DirectoryError(f"JSON directory: {what} has more than {limit} members")
-                seen.add(name)
-                yield name, value
+            rows = self._spelled(spelling, '},"')
+            records: Sequence[tuple[str, Pairs | None]] = ()
+            if not rows:
+                records = self._batch("{", '},"', "}") or (self._unread_member(what),)
+                if any([value is not None and type(value) is not tuple for _, value in records]):
+                    raise DirectoryError(f"JSON directory: {what} may only hold objects")
+            names = [element[0] for element in rows or records]
+            if len(set(names)) != len(names) or not seen.isdisjoint(names):
+                repeated = next(name for at, name in enumerate(names) if name in seen or name in names[:at])
+                raise DirectoryError(f"JSON directory repeats member {quoted(repeated)} of {what}")
+            seen.update(names)
+            if len(seen) > limit:
+                raise DirectoryError(f"JSON directory: {what} has more than {limit} members")
+            yield rows, records
             if self.peek() == "}":
                 self.position += 1
                 return
             self._take(",", "a comma or the end of an object")
+
+    def _unread_member(self, what: str) -> tuple[str, Pairs | None]:
+        name = self.string()
+        self._take(":", "a colon")
+        return name, self.short_record(what)
+
+    def _spelled(self, spelling: Spelling | None, mark: str) -> Rows:
+        """Rows of the elements up to the last `mark` within SPELLED_SLICE characters; none, and nothing consumed, when
+        one of them is spelled otherwise. The stretch is then not tried again."""
+        if spelling is None or self.position < self._unspelled:
+            return []
+        end = self.text.rfind(mark, self.position, self.position + SPELLED_SLICE)
+        rows = spelling.rows(self.text[self.position : end + 1]) if end > 0 else []
+        if rows:
+            self.position = end + 1
+        else:
+            self._unspelled = self.position + SPELLED_SLICE
+        return rows
 
     def _batch(self, opening: str, mark: str, closing: str) -> Any:
         """Whole elements up to the last `mark` within BATCH_SLICE characters, read by the C scanner, or None.
@@ -307,9 +373,10 @@ class JsonCursor:
         """
         if self.position < self._unbatched:
             return None
-        end = self.text.rfind(mark, self.position, self.position + BATCH_SLICE)
+        stop = self._unspelled if self.position < self._unspelled else self.position + BATCH_SLICE
+        end = self.text.rfind(mark, self.position, stop)
         if end < 0:
-            self._unbatched = self.position + BATCH_SLICE - len(mark)
+            self._unbatched = stop - len(mark)
             return None
         run = f"{opening}{self.text[self.position : end + 1]}{closing}"
         try:

@@ -1,11 +1,16 @@
 """`inspect`: what a container says about itself, without touching its payload."""
 
+import json
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from artifacts.container.artifact import Artifact
-from artifacts.container.directory_v3 import Binding
+from artifacts.container.directory_v3 import Binding, Part
 from artifacts.container.schema import V3_NAMES, StoredObject, TensorObject
+
+_string: Callable[[str], str] = encode_basestring_ascii
 
 
 def summary(artifact: Artifact) -> dict[str, Any]:
@@ -72,26 +77,38 @@ def object_records(artifact: Artifact) -> list[dict[str, Any]]:
     return [record(entry) for entry in artifact.objects.values()]
 
 
-def _parts(binding: Binding) -> list[dict[str, Any]]:
-    return [{"object": part.object, "range": [part.begin, part.end]} for part in binding.parts]
+def document(artifact: Artifact) -> Iterator[str]:
+    """`inspect --json`: one JSON object in pieces, ASCII only: `summary`, `object_records` and, for version 3,
+    `binding_records` (parameter, parts as element ranges, whether it is one whole object) and `use_records`
+    (parameter, input position, activation policy, auxiliaries).
+
+    A large directory has 65,000 bindings and uses: they are printed straight from the directory, never as a tree.
+    """
+    facts = summary(artifact) | {"object_records": object_records(artifact)}
+    text = json.dumps(facts, ensure_ascii=True, separators=(",", ":"))
+    if artifact.version != 3:
+        yield text
+        return
+    directory = artifact.directory_v3
+    yield text[:-1]
+    yield ',"binding_records":['
+    yield ",".join([
+        f'{{"parameter":{_string(name)},"whole":{"true" if whole else "false"},"parts":[{_parts(parts)}]}}'
+        for name, (parts, whole) in directory.bindings.items()
+    ])  # fmt: skip
+    yield '],"use_records":['
+    yield ",".join([
+        f'{{"parameter":{_string(parameter)},"input":{_string(position)},"activation_policy":"{policy}",'
+        f'"auxiliaries":{_auxiliaries(auxiliaries) if auxiliaries else "{}"}}}'
+        for parameter, position, policy, auxiliaries in directory.uses
+    ])  # fmt: skip
+    yield "]}"
 
 
-def binding_records(artifact: Artifact) -> list[dict[str, Any]]:
-    """Version 3 bindings: parameter, its parts as element ranges, and whether it is one whole object."""
-    return [
-        {"parameter": name, "whole": binding.whole, "parts": _parts(binding)}
-        for name, binding in artifact.directory_v3.bindings.items()
-    ]
+def _parts(parts: Iterable[Part]) -> str:
+    return ",".join([f'{{"object":{_string(name)},"range":[{begin},{end}]}}' for name, begin, end in parts])
 
 
-def use_records(artifact: Artifact) -> list[dict[str, Any]]:
-    """Version 3 uses: parameter, input position, activation policy and auxiliaries."""
-    return [
-        {
-            "parameter": use.parameter,
-            "input": use.input,
-            "activation_policy": use.policy,
-            "auxiliaries": {role: _parts(binding) for role, binding in use.auxiliaries.items()},
-        }
-        for use in artifact.directory_v3.uses
-    ]
+def _auxiliaries(auxiliaries: Mapping[str, Binding]) -> str:
+    members = [f"{_string(role)}:[{_parts(binding.parts)}]" for role, binding in auxiliaries.items()]
+    return f"{{{','.join(members)}}}"

@@ -4,6 +4,7 @@ Results go to stdout, everything else to stderr. Errors are raised; the caller t
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
-import artifacts
-from artifacts.errors import ArtifactError, IdentityError, quoted
+# Nothing here multiplies matrices: starting and stopping the threads of OpenBLAS would take longer than `inspect`.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import artifacts  # noqa: E402
+from artifacts.errors import ArtifactError, IdentityError, quoted  # noqa: E402
 
 File = Annotated[Path, typer.Argument(help="a .ninfer file", metavar="FILE")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
@@ -68,31 +72,28 @@ def inspect(
     bindings: Annotated[bool, typer.Option("--bindings", help="list bindings and uses (version 3)")] = False,
 ) -> None:
     """Say what a .ninfer file is: version, identity, sizes, formats. Reads the directory only."""
+    from artifacts.container.json_reader import collector_paused
     from artifacts.tools import inspect as tool
 
-    with _open(file) as artifact:
-        facts = tool.summary(artifact)
-        bound = artifact.version == 3 and (bindings or as_json)
+    with collector_paused(), _open(file) as artifact:
         if as_json:
-            facts["object_records"] = tool.object_records(artifact)
-            if bound:
-                facts["binding_records"] = tool.binding_records(artifact)
-                facts["use_records"] = tool.use_records(artifact)
-            _print_json(facts)
+            for piece in tool.document(artifact):
+                print(piece, end="")
+            print()
             return
-        for key, value in facts.items():
+        for key, value in tool.summary(artifact).items():
             print(f"{key:18} {_plain(value)}")
         if objects:
             for record in tool.object_records(artifact):
                 storage = record.get("encoding") or f"{record['format']} {record['shape']} {record['layout']}"
                 place = f"{record['offset']:>14} {record['bytes']:>12}"
                 print(f"object {place} {record['kind']:8} {_safe(record['name'])} {storage}")
-        if bound:
-            for record in tool.binding_records(artifact):
-                parts = " ".join(f"{_safe(p['object'])}[{p['range'][0]}:{p['range'][1]}]" for p in record["parts"])
-                print(f"binding {_safe(record['parameter'])} = {parts}")
-            for record in tool.use_records(artifact):
-                print(f"use {_safe(record['parameter'])} at {_safe(record['input'])} {record['activation_policy']}")
+        if bindings and artifact.version == 3:
+            for name, binding in artifact.directory_v3.bindings.items():
+                parts = " ".join(f"{_safe(part.object)}[{part.begin}:{part.end}]" for part in binding.parts)
+                print(f"binding {_safe(name)} = {parts}")
+            for use in artifact.directory_v3.uses:
+                print(f"use {_safe(use.parameter)} at {_safe(use.input)} {use.policy}")
 
 
 def _safe(name: str) -> str:
