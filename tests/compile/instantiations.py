@@ -17,7 +17,7 @@ from compiler.emit.arch import caps
 from compiler.emit.cache import Job, compile_all
 from compiler.emit.nvrtc import Cubin
 from compiler.emit.render import render
-from compiler.kernels.spec import KernelSpec
+from compiler.kernels.spec import DeviceCaps, KernelSpec
 from runtime.bench.device_fill import ToolKernels
 from tests.models import EXAMPLE
 
@@ -52,9 +52,15 @@ class Kernel:
 @cache
 def kernels(name: str, arch: str, pairs: tuple[tuple[int, int], ...], tp: int = 1) -> tuple[Kernel, ...]:
     """The kernels of a model's program for ``arch`` with these (lanes, columns) decode graphs."""
+    return kernels_for(name, caps(arch), pairs, tp)
+
+
+@cache
+def kernels_for(name: str, target: DeviceCaps, pairs: tuple[tuple[int, int], ...], tp: int = 1) -> tuple[Kernel, ...]:
+    """The same for given capabilities."""
     context = 2048 if name == TINY else 8192
     options = CompileOptions(max_context=context, max_concurrency=max(lanes for lanes, _ in pairs), pairs=pairs, tp=tp)
-    program = compile_program(artifact(name), caps(arch), options, images=False)
+    program = compile_program(artifact(name), target, options, images=False)
     decode = {call.entry for phase in program.phases.values() if phase.phase == "decode" for call in phase.calls}
     return tuple(Kernel(image.spec, entry in decode) for entry, image in program.kernels.items())
 

@@ -99,7 +99,7 @@ def test_sharp_scores(kernel_backend: Any) -> None:
 def test_a_forgotten_page_is_rejected() -> None:
     """Negative control: the bound tells a kernel that misses one page of keys from a right one."""
     case = make_case([299], [1], 1, dim=128)
-    out = run_decode(EmulatorLauncher(), case, caps("sm_90a"))
+    out = run_decode(EmulatorLauncher(), case, EmulatorLauncher().caps())
     with pytest.raises(AssertionError):
         assert_close_to_fp64(out, case.reference(short=1), "bf16")
 
@@ -123,7 +123,7 @@ def test_bits_do_not_depend_on_neighbours(kernel_backend: Any, before: int, dim:
 @pytest.mark.parametrize("width", [1, 8])
 def test_no_race(width: int) -> None:
     case = make_case([100, 0], [width, 1], width, dim=128, heads=12, kv_heads=2)
-    outputs = {run_decode(EmulatorLauncher(seed), case, caps("sm_90a", sms=3)).tobytes() for seed in range(5)}
+    outputs = {run_decode(EmulatorLauncher(seed), case, EmulatorLauncher().caps(sms=3)).tobytes() for seed in range(5)}
     assert len(outputs) == 1
 
 

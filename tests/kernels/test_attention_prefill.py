@@ -66,14 +66,15 @@ def test_no_rows(kernel_backend: Any, variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_race(variant: str) -> None:
     case = make_case([1100], [90], 128, dim=64, heads=2, kv_heads=1, row_pages=20)
-    target = caps("sm_90a", sms=6)
-    assert len({run_prefill(EmulatorLauncher(seed), case, target, VARIANTS[variant]).tobytes() for seed in range(3)}) == 1
+    target, choose = EmulatorLauncher().caps(sms=6), choice(EmulatorLauncher(), variant)
+    assert len({run_prefill(EmulatorLauncher(seed), case, target, choose).tobytes() for seed in range(3)}) == 1
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_forgotten_page_is_rejected(variant: str) -> None:
     case = make_case([200], [40], 64, dim=64)
-    out = run_prefill(EmulatorLauncher(), case, caps("sm_90a"), VARIANTS[variant])
+    backend = EmulatorLauncher()
+    out = run_prefill(backend, case, backend.caps(), choice(backend, variant))
     with pytest.raises(AssertionError):
         assert_close_to_fp64(out[:40], case.reference(short=1), "bf16")
 
