@@ -60,7 +60,7 @@ class ArtifactWriterV3(PayloadWriter):
     """Writes a version 3 artifact from a directory of placed objects; its `files` are recomputed from `limit`.
 
     The payload ends with the last object. `artifact_id`: 16 bytes, random when None. Publishes parts first, the entry
-    last, and never replaces a file. Errors: OutputError, LayoutError for unusable objects, DirectoryError and
+    last; replaces files only with `overwrite`. Errors: OutputError, LayoutError for unusable objects, DirectoryError and
     GeometryError when the directory breaks a rule.
     """
 
@@ -71,6 +71,7 @@ class ArtifactWriterV3(PayloadWriter):
         *,
         limit: int = DEFAULT_FILE_LIMIT,
         artifact_id: bytes | None = None,
+        overwrite: bool = False,
         sparse: bool = False,
     ) -> None:
         target = Path(path)
@@ -94,7 +95,8 @@ class ArtifactWriterV3(PayloadWriter):
         try:
             for index, file in enumerate(files):
                 start = PART_HEADER_BYTES if index else HEADER_BYTES + len(raw)
-                output = OutputFile(target if file.path is None else target.parent / file.path, start + file.payload_bytes)
+                path = target if file.path is None else target.parent / file.path
+                output = OutputFile(path, start + file.payload_bytes, overwrite)
                 segments.append((output, start, file.payload_bytes))
                 if index:
                     header = PART_MAGIC + index.to_bytes(8, "little") + self.artifact_id

@@ -1,4 +1,4 @@
-"""`convert`: a Hugging Face checkpoint directory becomes a version 2 `.ninfer` artifact."""
+"""`convert`: a Hugging Face checkpoint directory becomes a `.ninfer` artifact of version 2 or 3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from artifacts.container.writer import ArtifactWriter
+from artifacts.container.writer import ArtifactWriter, PayloadWriter
+from artifacts.container.writer_v3 import DEFAULT_FILE_LIMIT, ArtifactWriterV3
 from artifacts.convert.checkpoint import Checkpoint
 from artifacts.convert.config import text_dimensions, vision_dimensions
 from artifacts.convert.frontend import draft_token_ids, frontend_resources, read_ranking, token_domain
@@ -23,6 +24,7 @@ from artifacts.convert.sources import Source
 from artifacts.convert.write import Progress, work_elements, write_jobs
 from artifacts.errors import ConfigError, OutputError, quoted, quoted_path
 from artifacts.formats import Array
+from artifacts.identities import TextDims
 from artifacts.identities.plan import RESOURCES
 from artifacts.identities.registry import DRAFT_HEAD_ROWS
 
@@ -37,6 +39,7 @@ class Options:
     `model_id` None: the directory's name. `base`: the unquantized checkpoint of a quantized one. `vocabulary`: W8 or Q6
     (groupwise-int). `scale`: absmax or mse (NVFP4 from values). `overrides`: object name or pattern -> format.
     `vision` None: kept where the identity needs it, else skipped. `ranking`: token counts for the draft head.
+    `container`: 2, or 3, whose files hold at most `file_limit` bytes each.
     """
 
     weights: str = "groupwise-int"
@@ -49,6 +52,8 @@ class Options:
     ranking: str | os.PathLike[str] | None = None
     threads: int | None = None
     overwrite: bool = False
+    container: int = 2
+    file_limit: int = DEFAULT_FILE_LIMIT
 
 
 def default_model_id(directory: Path) -> str:
@@ -178,16 +183,28 @@ def convert(
         if notes.requantized:
             say(f"{len(notes.requantized)} objects are encoded from decoded quantized weights")
         tick = progress(work_elements(plan.jobs)) if progress is not None else None
-        plans = [job.plan for job in plan.jobs]
-        with ArtifactWriter(target, plan.identity, plans, overwrite=options.overwrite) as writer:
+        with _writer(target, plan, recipe, sources[0].dims, options) as writer:
             write_jobs(writer, plan.jobs, recipe.scale, options.threads, tick)
-        report = _report(target, plan, recipe, notes, [s.checkpoint for s in sources], unused, remarks)
+        report = _report(target, writer.file_bytes, plan, recipe, notes, [s.checkpoint for s in sources], unused, remarks)
     _write_report(target.with_name(target.name + ".conversion.json"), report)
     return report
 
 
+def _writer(target: Path, plan: ConversionPlan, recipe: Recipe, dims: TextDims, options: Options) -> PayloadWriter:
+    """The open output. Errors: OutputError."""
+    if options.container == 2:
+        return ArtifactWriter(target, plan.identity, [job.plan for job in plan.jobs], overwrite=options.overwrite)
+    if options.container != 3:
+        raise OutputError(f"container version {options.container} is not written by convert; 2 and 3 are")
+    model_id, weights_id = plan.identity
+    provenance = {"converted": {"model_id": model_id, "weights_id": weights_id, "recipe": recipe.name}}
+    directory = plan.directory_v3(provenance, dims)
+    return ArtifactWriterV3(target, directory, limit=options.file_limit, overwrite=options.overwrite)
+
+
 def _report(
     target: Path,
+    file_bytes: int,
     plan: ConversionPlan,
     recipe: Recipe,
     notes: Notes,
@@ -203,7 +220,7 @@ def _report(
         objects.append(record)
     return {
         "report": 1,
-        "file": {"name": target.name, "bytes": target.stat().st_size},
+        "file": {"name": target.name, "bytes": file_bytes},
         "identity": {"model_id": plan.identity.model_id, "weights_id": plan.identity.weights_id},
         "registered": plan.registered,
         "checkpoints": [{"name": c.directory.resolve().name, "tensors": len(c.tensors)} for c in checkpoints],

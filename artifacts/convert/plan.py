@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from artifacts.container.directory_v2 import Identity
-from artifacts.container.schema import ObjectPlan
+from artifacts.container.directory_v3 import DirectoryV3
+from artifacts.container.schema import ObjectPlan, place
 from artifacts.convert.config import model_config
 from artifacts.convert.linear import Notes, Stack
 from artifacts.convert.recipe import SOURCE, Recipe
@@ -17,6 +19,8 @@ from artifacts.convert.sources import Source
 from artifacts.errors import ArtifactError, FormatError, IdentityError, quoted
 from artifacts.formats import FORMATS, Array
 from artifacts.identities import TextDims, VisionDims, plan_objects
+from artifacts.identities.components import directory_v3
+from artifacts.identities.parameters import bindings_of
 from artifacts.identities.plan import CONFIG_RESOURCE, NVFP4, divisor_name
 from artifacts.identities.registry import REGISTRY, RegisteredIdentity, tensor_signature
 
@@ -40,12 +44,18 @@ class Job:
 
 @dataclass
 class ConversionPlan:
-    """Identity and jobs in file order."""
+    """Identity and jobs in file order; `configs` by component, in version 3 spelling."""
 
     identity: Identity
     jobs: list[Job]
     registered: bool
-    skipped: list[str] = field(default_factory=list)
+    configs: dict[str, dict[str, Any]]
+
+    def directory_v3(self, provenance: dict[str, Any], dims: TextDims) -> DirectoryV3:
+        """The version 3 directory of the same objects."""
+        objects = place([job.plan for job in self.jobs])
+        bindings = bindings_of(objects, dims, None)
+        return directory_v3(objects, bindings, self.configs.get, self.identity.model_id, provenance)
 
 
 def registered_for(model_id: str, schema: str) -> RegisteredIdentity | None:
@@ -97,15 +107,20 @@ class Planner:
         entry = registered_for(model_id, self.recipe.schema)
         identity = entry.identity if entry else Identity(model_id, self.recipe.weights_id)
         contents = dict(resources)
+        normal = model_config(config, self.text, self.vision)
         if entry is None:
-            normal = model_config(config, self.text, self.vision)
             contents[CONFIG_RESOURCE] = json.dumps(normal, indent=1).encode()
         lengths = {name: len(data) for name, data in contents.items()}
         plans = self._objects(lambda name, default: formats.get(name, default), lengths)
         jobs = [job for plan in plans if (job := self._job(plan, stacks, contents)) is not None]
         if entry is not None:
             self._check_registered(entry, [job.plan for job in jobs])
-        return ConversionPlan(identity, jobs, entry is not None)
+        configs = {"text": self.text.to_config() if entry else normal}
+        if self.with_mtp:
+            configs["mtp"] = {"architectures": ["Qwen3_5MTP"]}
+        if self.vision is not None:
+            configs["vision"] = self.vision.to_config()
+        return ConversionPlan(identity, jobs, entry is not None, configs)
 
     def _formats(self, stacks: dict[str, Stack]) -> dict[str, str]:
         defaults: dict[str, str] = {}

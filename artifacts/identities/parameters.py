@@ -191,17 +191,18 @@ def _drafter_positions(parameter: str, block: str, module: str, leaf: str) -> It
 def uses_of(bindings: Mapping[str, Binding], objects: Mapping[str, StoredObject]) -> list[Use]:
     """One use per parameter and input position, with the default policy of the stored format and the input divisor.
 
-    Policies: NVFP4 AllowA4, FP8 AllowA8, everything else A16Only.
+    Policies: NVFP4 with an input divisor AllowA4, FP8 AllowA8, everything else A16Only.
     """
     speculative = [component for component in SPECULATIVE if any(p.startswith(component + "/") for p in bindings)]
     uses: list[Use] = []
     for parameter, binding in bindings.items():
         parent = objects[binding.parts[0].object]
         assert isinstance(parent, TensorObject)
-        policy = {NVFP4: "AllowA4", FP8: "AllowA8"}.get(parent.format, "A16Only")
+        policy = "AllowA8" if parent.format == FP8 else "A16Only"
         divisor = divisor_name(parent.name)
         auxiliaries: dict[str, Binding] = {}
         if parent.format == NVFP4 and divisor in objects:
+            policy = "AllowA4"
             auxiliaries[DIVISOR_ROLE] = Binding((Part(divisor, 0, 1),), True)
         for position in _input_positions(parameter, speculative):
             uses.append(Use(parameter, position, policy, auxiliaries))

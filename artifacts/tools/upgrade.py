@@ -8,18 +8,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from artifacts.container.artifact import Artifact
-from artifacts.container.directory_v3 import Component, DirectoryV3, FilePart
+from artifacts.container.directory_v3 import DirectoryV3, FilePart
 from artifacts.container.schema import ResourceObject, StoredObject
 from artifacts.container.writer_v3 import DEFAULT_FILE_LIMIT, ArtifactWriterV3, plan_files
 from artifacts.errors import IdentityError, PayloadError, quoted
-from artifacts.identities.parameters import DIVISOR_SUFFIX, uses_of
+from artifacts.identities.components import directory_v3
+from artifacts.identities.parameters import DIVISOR_SUFFIX
 from artifacts.layouts import align_up
 
-TEXT_ROLES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-VISION_ROLES = ("preprocessor_config.json", "video_preprocessor_config.json")
 CHAT_TEMPLATE = "frontend/chat_template.jinja"
 BINDING_COUNTS = (1422, 1513, 32713)
 COPY_BYTES = 16 << 20
@@ -57,10 +55,10 @@ def plan_upgrade(
     if artifact.version == 3:
         raise IdentityError(f"{artifact.path.name}: is version 3 already")
     model = artifact.model
-    bindings = dict(model.bindings)
-    if model.registered is not None and len(bindings) not in BINDING_COUNTS:
+    count = len(model.bindings)
+    if model.registered is not None and count not in BINDING_COUNTS:
         raise IdentityError(
-            f"{artifact.path.name}: {len(bindings)} logical parameters; {artifact.identity} has one of {BINDING_COUNTS}"
+            f"{artifact.path.name}: {count} logical parameters; {artifact.identity} has one of {BINDING_COUNTS}"
         )
     _check_divisors(artifact)
     objects: list[StoredObject] = list(artifact.objects.values())
@@ -71,23 +69,10 @@ def plan_upgrade(
         copied = artifact.payload_bytes
         objects = [entry for entry in objects if entry.name != CHAT_TEMPLATE]
         objects.append(ResourceObject(CHAT_TEMPLATE, align_up(copied, 256), len(template)))
-    end = objects[-1].offset + objects[-1].bytes
-    directory = DirectoryV3(
-        files=[FilePart(None, end)],
-        objects=objects,
-        components=_components(artifact),
-        bindings=bindings,
-        uses=uses_of(bindings, artifact.objects),
-        metadata={"name": artifact.identity.model_id},
-        provenance={
-            "upgraded_from": {
-                "version": 2,
-                "model_id": artifact.identity.model_id,
-                "weights_id": artifact.identity.weights_id,
-            }
-        },
-    )
-    raw, files = plan_files(directory, end, limit, entry_name)
+    upgraded_from = {"version": 2, "model_id": artifact.identity.model_id, "weights_id": artifact.identity.weights_id}
+    provenance = {"upgraded_from": upgraded_from}
+    directory = directory_v3(objects, model.bindings, model.config, artifact.identity.model_id, provenance)
+    raw, files = plan_files(directory, directory.payload_bytes, limit, entry_name)
     return UpgradePlan(replace(directory, files=files), files, len(raw), template, copied)
 
 
@@ -98,27 +83,6 @@ def _check_divisors(artifact: Artifact) -> None:
             scalar = tensor.format == "FP32" and tensor.shape == ()
             if not scalar or not 0 < float(artifact.tensor_bytes(name).view("<f4")[0]) < math.inf:
                 raise PayloadError(f"object {quoted(name)}: an input divisor must be one finite positive FP32 value")
-
-
-def _components(artifact: Artifact) -> dict[str, Component]:
-    """Text first, then what the object names show to be present."""
-
-    def resources(roles: tuple[str, ...]) -> dict[str, str]:
-        return {role: f"frontend/{role}" for role in roles if f"frontend/{role}" in artifact.objects}
-
-    config = artifact.model.config
-    proposal: tuple[str, int | None] | None = None
-    if "proposal/head" in artifact.model.bindings:
-        view = artifact.parameter("proposal/head")[0]
-        proposal = ("indexed", view.r1 - view.r0)
-    text: dict[str, Any] | None = config("text")
-    assert text is not None
-    components = {"text": Component(text, None, resources(TEXT_ROLES), proposal)}
-    for name in ("vision", "mtp", "dflash", "dflash2"):
-        found = config(name)
-        if found is not None:
-            components[name] = Component(found, "text", resources(VISION_ROLES) if name == "vision" else {})
-    return components
 
 
 def upgrade(

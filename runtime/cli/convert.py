@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from artifacts.container.writer_v3 import DEFAULT_FILE_LIMIT
 from artifacts.convert import SHIPPED, Options, convert
 from artifacts.convert.write import Progress as Tick
 
@@ -19,6 +20,11 @@ from artifacts.convert.write import Progress as Tick
 class Vocabulary(StrEnum):
     W8 = "W8"
     Q6 = "Q6"
+
+
+class Container(StrEnum):
+    v2 = "2"
+    v3 = "3"
 
 
 class Scale(StrEnum):
@@ -68,12 +74,18 @@ def convert_command(
     ranking: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Token counts (int64) that rank the draft head's rows.")
     ] = None,
+    container: Annotated[Container, typer.Option(help="Container version to write.")] = Container.v2,
+    file_limit: Annotated[
+        int | None, typer.Option(min=8192, metavar="BYTES", help="Bytes per file of a version 3 artifact; default 32e9.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; default: all cores.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.ninfer.")] = False,
 ) -> None:
     """Convert a checkpoint directory to a .ninfer artifact, with a report in OUT.ninfer.conversion.json."""
     if weights not in SHIPPED and not weights.endswith(".toml"):
         raise typer.BadParameter(f"{weights!r}: {', '.join(SHIPPED)} or a recipe file (.toml)", param_hint="--weights")
+    if file_limit is not None and container is not Container.v3:
+        raise typer.BadParameter("only version 3 artifacts have several files", param_hint="--file-limit")
     options = Options(
         weights=weights,
         model_id=model_id,
@@ -85,6 +97,8 @@ def convert_command(
         ranking=ranking,
         threads=threads,
         overwrite=force,
+        container=int(container.value),
+        file_limit=file_limit or DEFAULT_FILE_LIMIT,
     )
     console = Console(stderr=True)
     columns = (TextColumn("converting"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())

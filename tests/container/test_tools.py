@@ -154,6 +154,28 @@ def _custom(path: Path, change: str) -> Path:
     return path
 
 
+def test_activations_that_nobody_measured(tmp_path: Path) -> None:
+    """An NVFP4 parent without its scalar is used with unquantized activations; a registered one must have it."""
+    path = _custom(tmp_path / "a.ninfer", "divisor-missing")
+    assert problems(path) == []
+    new = write_v3(tmp_path / "b.ninfer", path)
+    assert problems(new) == []
+    with artifacts.open(new) as artifact:
+        uses = {use.parameter: use for use in artifact.directory_v3.uses if use.parameter.startswith("text/layers/0/mlp")}
+        assert {name.rpartition("/")[2]: use.policy for name, use in uses.items()} == {
+            "gate": "AllowA4", "up": "AllowA4", "down": "A16Only"
+        }  # fmt: skip
+        assert uses["text/layers/0/mlp/down"].auxiliaries == {}
+    entry = registered(Identity("qwen3.8-27b", "nvfp4"))
+    plans = [plan for plan in entry.plan() if plan.name != "text/layers/0/mlp/down_projection/input_scale_divisor"]
+    with ArtifactWriter(tmp_path / "c.ninfer", entry.identity, plans, sparse=True) as writer:
+        for name in writer.objects:
+            if name.endswith("input_scale_divisor"):
+                writer.write(name, struct.pack("<f", 3.0))
+    (problem,) = problems(tmp_path / "c.ninfer")
+    assert "1 missing, the first is 'text/layers/0/mlp/down_projection/input_scale_divisor'" in problem
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -163,7 +185,6 @@ def _custom(path: Path, change: str) -> Path:
         ("norm-shape", "parameter 'text/final_norm': 64 elements stored, [128] required"),
         ("rows", "'text/layers/0/mlp/gate_up': 384 rows; the model's dimensions need 256"),
         ("width", "parameter 'text/output_head': 19200 elements stored, [300, 128] required"),
-        ("divisor-missing", "'text/layers/0/mlp/down': NVFP4 without its scalar"),
         ("divisor-extra", "an input divisor without an NVFP4 parent"),
         ("divisor-shape", "an input divisor must be one FP32 scalar"),
         ("divisor-zero", "input divisor 0.0 must be finite and positive"),
