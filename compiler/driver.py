@@ -64,6 +64,7 @@ class CompileOptions:
     tp: int = 1  # ranks
     exchange: str = "f32"  # what decode exchanges carry; bf16 halves the bytes and gives up bit-equality with one rank
     exchange_prefill: str = "bf16"
+    chains: bool = True  # runs of decode products in one persistent kernel each (passes/chain.py); off: one kernel per product
 
     def decode_pairs(self) -> list[tuple[int, int]]:
         """Decode graphs to build: those asked for, else 1×1, 1×32 (short prompts) and max_concurrency×1."""
@@ -239,7 +240,7 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
     specs: dict[str, KernelSpec] = {}
     counters: dict[str, Placement] = {}
     for graph in graphs:
-        groups = select(graph, caps)
+        groups = select(graph, caps, options.chains)
         place_counters(groups, counters, regions)
         for group in groups:
             known = specs.setdefault(group.spec.entry, group.spec)
