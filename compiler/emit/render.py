@@ -48,7 +48,8 @@ def render(template: str, entry: str, params: Mapping[str, int | str | bool]) ->
     """CUDA C++ source of one kernel.
 
     ``template`` is a file name in ``templates/``; ``entry`` the extern "C" name, available as ``entry``. Booleans are
-    rendered as ``true``/``false`` (test them in Jinja as ``{% if flag == "true" %}``); ``params`` holds all of them by name. Raises RenderError.
+    rendered as ``true``/``false`` (test them in Jinja as ``{% if flag == "true" %}``); ``params`` holds
+    all of them by name. Raises RenderError.
     """
     values = {name: _literal(name, value) for name, value in params.items()}
     values["entry"] = _literal("entry", entry)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
 
@@ -156,7 +156,11 @@ def _link_cost(product: Product, tile: LinkTile, warps: int, stages: int, blocks
 
     cost = (time(warps, rounds) if rounds else 0.0) + (time(rest * tile.warps_k, 1) if rest else 0.0)
     mean = tiles_of(product, tile) * tile.groups / blocks / items  # of the busiest block's items
-    return cost * (0.5 + 0.5 * mean) + (0.4 if tile.groups > 1 else 0.0) + 0.02 * tile.groups
+    if tile.groups > 1:  # partial sums through the L2 cache, and an arrival per item
+        pairs = 1 if product.bucket <= 2 else product.bucket // 2
+        nbytes = 2 * tiles_of(product, tile) * total_slices(product) * tile.mtiles * pairs * 128
+        cost += nbytes / (blocks * _RATE) + 0.2 * ceil(items / teams)
+    return cost * (0.5 + 0.5 * mean) + 0.02 * tile.groups
 
 
 def _link_tiles(product: Product, warps: int, largest: int) -> Iterator[LinkTile]:
@@ -196,7 +200,7 @@ def candidates(links: Sequence[Link], caps: DeviceCaps) -> list[ChainTile]:
             # what the ring holds bridges the seams between links; what is left of shared memory serves the next kernels
             ring = warps * (stages - 1) * unit
             spare = caps.smem_sm - shared_bytes(links, tile) - 2048
-            cost += len(links) * max(0.0, 3.5 - ring / _RATE) + max(0.0, 1.0 - spare / (24 << 10)) + 0.05 * max(0, 16 - warps)
+            cost += len(links) * max(0.0, 3.5 - ring / _RATE) + max(0.0, 1.0 - spare / (24 << 10)) + 0.3 * max(0, 16 - warps)
             found[tile] = cost
     return sorted(found, key=lambda tile: found[tile])
 
@@ -219,6 +223,25 @@ def chainable(product: Product, caps: DeviceCaps) -> bool:
 def same_order(a: Product, b: Product) -> bool:
     """Whether both products take the activations in the same order, so that one staging serves both."""
     return a.k == b.k and a.segments == b.segments and a.norm == b.norm and _ORDERS[a.kernel_format] == _ORDERS[b.kernel_format]
+
+
+def links_of(spec: KernelSpec) -> list[Link]:
+    """The links that ``spec``, made by ``chain_spec``, computes."""
+    names = {name: artifact for artifact, (name, *_) in FORMATS.items()}
+    params, columns = spec.params, int(spec.scalars["columns"])
+    return [
+        Link(Product(names[str(params[f"format{i}"])], int(params[f"n{i}"]), int(params[f"k{i}"]), columns,
+                     int(params[f"segments{i}"]), str(params[f"epilogue{i}"]), bool(params[f"norm{i}"])),
+             "same" if params[f"source{i}"] == "block" else str(params[f"source{i}"]), bool(params[f"keep{i}"]))
+        for i in range(int(params["links"]))
+    ]  # fmt: skip
+
+
+def link_variants(product: Product, tile: ChainTile, index: int) -> list[ChainTile]:
+    """``tile`` with other tiles of link ``index``, whose stages fit the ring as it is or are twice as large."""
+    largest = 2 * stage_bytes(product, tile.links[index].mtiles)
+    return [replace(tile, links=(*tile.links[:index], other, *tile.links[index + 1 :]))
+            for other in _link_tiles(product, tile.warps, largest) if other != tile.links[index]]  # fmt: skip
 
 
 def chain_spec(links: Sequence[Link], tile: ChainTile, caps: DeviceCaps, eps: float) -> KernelSpec:
@@ -244,11 +267,12 @@ def chain_spec(links: Sequence[Link], tile: ChainTile, caps: DeviceCaps, eps: fl
         if source == "same" and (not same_order(links[i - 1].product, product)
                                  or x_bytes(product, t) != x_bytes(links[i - 1].product, tile.links[i - 1])):  # fmt: skip
             source = "block"  # the same values in another order: staged again, without waiting for other blocks
-        params |= {f"{name}{i}": value for name, value in {
+        fields: dict[str, int | str | bool] = {
             "format": product.kernel_format, "n": product.n, "k": product.k, "segments": product.segments,
             "slices": product.slices, "groups": t.groups, "mtiles": t.mtiles, "warps_k": t.warps_k,
             "warps_r": tile.warps // t.warps_k, "first_block": first_block, "norm": product.norm, "keep": link.keep,
-            "epilogue": product.epilogue, "source": source}.items()}  # fmt: skip
+            "epilogue": product.epilogue, "source": source}  # fmt: skip
+        params |= {f"{name}{i}": value for name, value in fields.items()}
         items = tiles_of(product, t) * t.groups
         if items > blocks:  # blocks with an item less come first in the next link
             groups = max(other.groups for other in tile.links)

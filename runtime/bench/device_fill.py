@@ -23,6 +23,7 @@ from runtime.cuda.driver import api, call
 from runtime.cuda.modules import Modules, PackedArgs
 from runtime.vm.weights import WeightStore
 
+BULK_BYTES = 12 * 16384  # shared memory of read_bulk: bulk_stages x bulk_piece of templates/include/ninferc/synth/fill.cuh
 MINIMUM_READ_RATE = 4.3e12  # bytes/s of an H200 below which a run is void (design.md)
 
 
@@ -34,21 +35,23 @@ class ToolKernels:
     def __init__(self, device: Device) -> None:
         self.device = device
         arch = device.caps().arch
-        sources = {entry: render(template, entry, {}) for entry, template in self.ENTRIES.items()}
+        entries = self.ENTRIES | ({"read_bulk": "read_bulk.cu.j2"} if device.caps().bulk_copy else {})
+        sources = {entry: render(template, entry, {}) for entry, template in entries.items()}
         cubins = compile_all([Job(entry, source, arch) for entry, source in sources.items()])
         images = {}
         for entry, source in sources.items():
-            spec = KernelSpec(entry, self.ENTRIES[entry], {}, (1, 1, 1), 256, 0, ())
+            spec = KernelSpec(entry, entries[entry], {}, (1, 1, 1), 256, BULK_BYTES if entry == "read_bulk" else 0, ())
             images[entry] = KernelImage(spec, source, cubins[entry].image, cubins[entry].resources)
         self._modules = Modules(images, [device])
         self._sms = device.info().sms
 
-    def _launch(self, entry: str, blocks: int, threads: int, words: list[int]) -> None:
+    def _launch(self, entry: str, blocks: int, threads: int, words: list[int], smem: int = 0) -> None:
         driver = api()
         args = PackedArgs(tuple(Arg(str(i), "pointer", "absolute", word) for i, word in enumerate(words)), lambda a: a.offset)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = smem
         config.hStream = self.device.stream
         config.numAttrs = 0
         kernel = driver.CUfunction(int(self._modules.kernels[entry]))
@@ -59,17 +62,28 @@ class ToolKernels:
         self._launch("synth_fill", 8 * self._sms, 256, [address, nbytes, key, mask, add])
 
     def read_rate(self, address: int, nbytes: int, repeats: int = 5) -> float:
-        """Bytes/s of reading ``nbytes`` (several times the L2) once, median of ``repeats``."""
+        """Bytes/s of reading ``nbytes`` (several times the L2) once, median of ``repeats``: the faster of plain loads and
+        bulk copies, where the device has these."""
+        return max(self.read_rates(address, nbytes, repeats).values())
+
+    def read_rates(self, address: int, nbytes: int, repeats: int = 5) -> dict[str, float]:
+        """The same by kernel."""
         sink = self.device.allocate(256, "measurement")
-        times = []
-        for _ in range(repeats + 1):
-            start, stop = Event(self.device), Event(self.device)
-            start.record()
-            self._launch("read_all", 2 * self._sms, 512, [address, nbytes, sink])
-            stop.record()
-            times.append(start.seconds_to(stop))
+        shapes = {"read_all": (2 * self._sms, 512, 0), "read_bulk": (self._sms, 32, BULK_BYTES)}
+        rates = {}
+        for entry, (blocks, threads, smem) in shapes.items():
+            if entry not in self._modules.kernels:
+                continue
+            times = []
+            for _ in range(repeats + 1):
+                start, stop = Event(self.device), Event(self.device)
+                start.record()
+                self._launch(entry, blocks, threads, [address, nbytes, sink], smem)
+                stop.record()
+                times.append(start.seconds_to(stop))
+            rates[entry] = nbytes / float(np.median(times[1:]))
         self.device.release(sink)
-        return nbytes / float(np.median(times[1:]))
+        return rates
 
 
 class Event:

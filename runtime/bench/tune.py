@@ -10,13 +10,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from compiler.emit.cache import Job, compile_all
 from compiler.emit.render import kernel_source
 from compiler.ir.op import ref_type
+from compiler.kernels import linear_chain
+from compiler.kernels.linear_chain import ChainTile, Link, chain_key, chain_spec, links_of
 from compiler.kernels.linear_columns import Product, Tile, candidates, choose, product_of, spec_of
-from compiler.kernels.spec import KernelSpec
+from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.program.model import Arg, Call, KernelImage, Phase
 from runtime.bench.measure import Bench
 from runtime.cuda.modules import Modules
@@ -24,13 +26,90 @@ from runtime.cuda.modules import Modules
 GAIN = 0.9985  # a tile must make the step at least this much faster: less is noise
 
 
+class Choice(Protocol):
+    """Calls of a phase that one kernel serves, with the tile in use."""
+
+    calls: list[int]
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def weight(self) -> int: ...  # elements of weights
+    def fields(self, tile: Any) -> dict[str, Any]: ...
+    def spec(self, tile: Any) -> KernelSpec: ...
+    def rounds(self, count: int, best: Callable[[], Any]) -> Iterator[list[Any]]: ...
+
+
 @dataclass
-class Choice:
+class ProductChoice:
     """A product of a phase, the calls that compute it and the tile in use."""
 
     product: Product
     calls: list[int]
     tile: Tile
+    caps: DeviceCaps
+
+    @property
+    def key(self) -> str:
+        return self.product.key
+
+    @property
+    def weight(self) -> int:
+        return self.product.n * self.product.k
+
+    def fields(self, tile: Tile) -> dict[str, Any]:
+        return asdict(tile)
+
+    def spec(self, tile: Tile) -> KernelSpec:
+        name = "_".join(str(value) for value in asdict(tile).values()).replace("True", "y").replace("False", "n")
+        spec = spec_of(self.product, tile, self.caps)
+        return replace(spec, entry=f"{spec.entry}_{name}")
+
+    def rounds(self, count: int, best: Callable[[], Tile]) -> Iterator[list[Tile]]:
+        """Tiles to measure, in one round."""
+        ranked = list(candidates(self.product, self.caps))
+        single = [tile for tile in ranked if tile.blocks_per_sm == 1]
+        fresh = [tile for tile in ranked if tile.blocks_per_sm == 0]
+        tiles = list(dict.fromkeys(itertools.chain(ranked[: count // 2], single[: count // 4], fresh[: count // 4])))
+        tiles += [replace(t, release=r) for t in tiles[:6] for r in ("early", "late") if t.release != r]
+        yield list(dict.fromkeys(tiles))
+
+
+@dataclass
+class ChainChoice:
+    """A chain of products: first warps and stages of all links together, then the tile of one link after the other."""
+
+    links: list[Link]
+    calls: list[int]
+    tile: ChainTile
+    caps: DeviceCaps
+    eps: float
+
+    @property
+    def key(self) -> str:
+        return chain_key(self.links)
+
+    @property
+    def weight(self) -> int:
+        return sum(link.product.n * link.product.k for link in self.links)
+
+    def fields(self, tile: ChainTile) -> dict[str, Any]:
+        return {"warps": tile.warps, "stages": tile.stages, "links": [[t.mtiles, t.warps_k, t.groups] for t in tile.links]}
+
+    def spec(self, tile: ChainTile) -> KernelSpec:
+        spec = chain_spec(self.links, tile, self.caps, self.eps)
+        name = "_".join(f"{t.mtiles}_{t.warps_k}_{t.groups}" for t in tile.links)
+        return replace(spec, entry=f"{spec.entry}_{tile.warps}_{tile.stages}_{name}")
+
+    def rounds(self, count: int, best: Callable[[], ChainTile]) -> Iterator[list[ChainTile]]:
+        yield linear_chain.candidates(self.links, self.caps)[:count]
+        for i in sorted(range(len(self.links)), key=lambda i: -self.links[i].product.n * self.links[i].product.k):
+            others = linear_chain.link_variants(self.links[i].product, best(), i)
+            yield [tile for tile in others if linear_chain.fits(self.links, tile, self.caps)][:count]
+        for stages in (best().stages - 1, best().stages + 1):
+            other = replace(best(), stages=stages)
+            if linear_chain.fits(self.links, other, self.caps):
+                yield [other]
 
 
 class Tuner:
@@ -43,30 +122,28 @@ class Tuner:
         self._modules.kernels |= bench.backend.modules.kernels
         self._scratch: dict[str, int] = {}
 
-    def _products(self, phase: Phase) -> list[Choice]:
-        found: dict[str, Choice] = {}
+    def _choices(self, phase: Phase) -> list[Choice]:
+        found: dict[str, Any] = {}
+        caps = self._program.caps
         for call in phase.calls:
-            op = call.ops[0]
-            if len(call.ops) != 1 or not op.kind.startswith("linear"):
+            spec, op = self._program.kernels[call.entry].spec, call.ops[0]
+            choice: Any
+            if spec.template == "linear_chain.cu.j2":
+                links = links_of(spec)
+                tile = linear_chain.choose(tuple(links), caps)
+                assert tile is not None
+                choice = ChainChoice(links, [], tile, caps, float(spec.scalars["eps"]))
+            elif len(call.ops) == 1 and spec.template == "linear_columns.cu.j2" and not spec.entry.count("push"):
+                values = {name: self._program.value(phase, ref.value) for name, ref in op.refs()}
+                types = {name: ref_type(ref, values[name]) for name, ref in op.refs()}
+                source = values["w"].source
+                assert source is not None
+                product = product_of(op, types, source.format)
+                choice = ProductChoice(product, [], choose(product, caps), caps)
+            else:
                 continue
-            values = {name: self._program.value(phase, ref.value) for name, ref in op.refs()}
-            types = {name: ref_type(ref, values[name]) for name, ref in op.refs()}
-            source = values["w"].source
-            assert source is not None
-            product = product_of(op, types, source.format)
-            choice = found.setdefault(product.key, Choice(product, [], choose(product, self._program.caps)))
-            choice.calls.append(call.index)
+            found.setdefault(choice.key, choice).calls.append(call.index)
         return list(found.values())
-
-    def _variants(self, product: Product, count: int) -> Iterator[Tile]:
-        ranked = [tile for tile in candidates(product, self._program.caps)]
-        single = [tile for tile in ranked if tile.blocks_per_sm == 1]
-        fresh = [tile for tile in ranked if tile.blocks_per_sm == 0]
-        seen: set[Tile] = set()
-        for tile in itertools.chain(ranked[: count // 2], single[: count // 4], fresh[: count // 4]):
-            if tile not in seen:
-                seen.add(tile)
-                yield tile
 
     def _prepare(self, specs: list[KernelSpec]) -> None:
         """Compile and load kernels under names of their own."""
@@ -78,17 +155,14 @@ class Tuner:
         if images:
             self._modules.kernels |= Modules(images, self._backend.devices).kernels
 
-    def _spec(self, product: Product, tile: Tile) -> KernelSpec:
-        spec = spec_of(product, tile, self._program.caps)
-        name = "_".join(str(value) for value in asdict(tile).values())
-        return replace(spec, entry=f"{spec.entry}_{name}".replace("True", "y").replace("False", "n"))
-
     def _call(self, call: Call, spec: KernelSpec) -> Call:
         known = {arg.name: arg for arg in call.args}
         args = []
         for name in spec.args:
             if name in spec.scratch:
-                key = f"{call.index}.{name}.{spec.scratch[name]}" if name in spec.zeroed else f"{name}.{spec.scratch[name]}"
+                # counters belong to one call and grid: a barrier counts the blocks that have come
+                own = f"{call.index}.{spec.grid[0]}." if name in spec.zeroed else ""
+                key = f"{own}{name}.{spec.scratch[name]}"
                 if key not in self._scratch:
                     self._scratch[key] = self._backend.devices[call.rank].allocate(spec.scratch[name], "tuning scratch")
                 args.append(Arg(name, "pointer", "absolute", self._scratch[key]))
@@ -109,21 +183,21 @@ class Tuner:
     def run(self, lanes: int, width: int, context: int, variants: int = 24, steps: int = 12) -> dict[str, dict[str, Any]]:
         """Tiles by product key for one phase."""
         phase = self._program.phases[f"decode{lanes}x{width}"]
-        choices = self._products(phase)
-        tried = {c.product.key: [c.tile, *(t for t in self._variants(c.product, variants) if t != c.tile)] for c in choices}
-        for choice in choices:
-            extra = [replace(t, release=r) for t in tried[choice.product.key][:6] for r in ("early", "late") if t.release != r]
-            tried[choice.product.key] += [tile for tile in extra if tile not in tried[choice.product.key]]
-        self._prepare([self._spec(c.product, tile) for c in choices for tile in tried[c.product.key]])
+        choices = sorted(self._choices(phase), key=lambda c: -len(c.calls) * c.weight)
+        tiles: dict[str, Any] = {c.key: c.tile for c in choices}  # type: ignore[attr-defined]
         specs: dict[int, KernelSpec] = {}
-        best = self._time(phase, specs, context, steps)
-        first = best
-        for choice in sorted(choices, key=lambda c: -len(c.calls) * c.product.n * c.product.k):
-            for tile in tried[choice.product.key]:
-                trial = specs | {index: self._spec(choice.product, tile) for index in choice.calls}
-                seconds = self._time(phase, trial, context, steps)
-                if seconds < best * GAIN:
-                    best, specs, choice.tile = seconds, trial, tile
-            self._log(f"{choice.product.key}: {choice.tile} step {best * 1e3:.3f} ms")
+        best = first = self._time(phase, specs, context, steps)
+        for choice in choices:
+            tried: set[Any] = set()
+            for offered in choice.rounds(variants, lambda key=choice.key: tiles[key]):  # type: ignore[misc]
+                fresh = [tile for tile in offered if tile not in tried]
+                tried.update(fresh)
+                self._prepare([choice.spec(tile) for tile in fresh])
+                for tile in fresh:
+                    trial = specs | {index: choice.spec(tile) for index in choice.calls}
+                    seconds = self._time(phase, trial, context, steps)
+                    if seconds < best * GAIN:
+                        best, specs, tiles[choice.key] = seconds, trial, tile
+            self._log(f"{choice.key}: {choice.fields(tiles[choice.key])} step {best * 1e3:.3f} ms, {len(tried)} tried")
         self._log(f"decode{lanes}x{width}: step {first * 1e3:.3f} ms -> {best * 1e3:.3f} ms")
-        return {choice.product.key: asdict(choice.tile) for choice in choices}
+        return {choice.key: choice.fields(tiles[choice.key]) for choice in choices}

@@ -254,8 +254,9 @@ def test_what_cannot_be_a_link_is_refused() -> None:
     assert not chainable(Product("NVFP4", 128, 256, 1), caps("sm_75"))
     assert not chainable(Product("I32", 128, 256, 1), caps("sm_90a"))
     links = two("NVFP4", 2560, 1)
-    for tile in (ChainTile(4, 3, (LinkTile(1, 1, 1), LinkTile(1, 1, 1))), ChainTile(4, 3, (LinkTile(2, 3, 1), LinkTile(1, 1, 1))),
-                 ChainTile(64, 3, (LinkTile(2, 1, 1), LinkTile(1, 1, 1))), ChainTile(4, 3, (LinkTile(2, 1, 1), LinkTile(1, 1, 3)))):  # fmt: skip
+    for warps, first, second in [(4, (1, 1, 1), (1, 1, 1)), (4, (2, 3, 1), (1, 1, 1)), (64, (2, 1, 1), (1, 1, 1)),
+                                 (4, (2, 1, 1), (1, 1, 3))]:  # fmt: skip
+        tile = ChainTile(warps, 3, (LinkTile(*first), LinkTile(*second)))
         with pytest.raises(IRError, match="does not fit"):
             chain_spec(links, tile, caps("sm_90a"), EPS)
 

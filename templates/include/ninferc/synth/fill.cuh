@@ -1,6 +1,7 @@
 // Synthetic weights and a read kernel for measurements. The words are those of artifacts/tools/synth_bits.py: splitmix64 of
 // a counter under a key, masked, plus a constant, so that a device fills what the CPU would have written.
 #pragma once
+#include <ninferc/base/async.cuh>
 #include <ninferc/base/types.cuh>
 #include <ninferc/base/vec.cuh>
 #include <ninferc/base/warp.cuh>
@@ -47,5 +48,37 @@ NINFERC_DEVICE void read_all(const u8* data, u64 bytes, u32* sink) {
   }
   if (seen == 0x12345678u) st_global(sink, seen);
 }
+
+#if NINFERC_HAS_BULK_COPY
+// The same through bulk copies: one thread of a block keeps `stages` pieces in flight, which is what it takes to see all of
+// the memory's rate.  Bytes behind the last whole piece are left out.
+constexpr u32 bulk_piece = 16384, bulk_stages = 12;
+NINFERC_DEVICE void read_bulk(const u8* data, u64 bytes, u32* sink) {
+  NINFERC_DYNAMIC_SMEM(smem);
+  __shared__ u64 landed[bulk_stages];
+  if (threadIdx.x != 0) return;
+  for (u32 i = 0; i < bulk_stages; ++i) mbarrier_init(shared_address(&landed[i]), 1);
+  fence_mbarrier_init();
+  const u64 pieces = bytes / bulk_piece;
+  const auto start = [&](u64 piece, u32 stage) {
+    if (piece >= pieces) return;
+    mbarrier_arrive_expect(shared_address(&landed[stage]), bulk_piece);
+    bulk_copy(shared_address(smem) + stage * bulk_piece, data + piece * bulk_piece, bulk_piece, shared_address(&landed[stage]));
+  };
+  for (u32 i = 0; i < bulk_stages; ++i) start(blockIdx.x + u64(i) * gridDim.x, i);
+  u32 seen = 0, stage = 0, parity = 0;
+  for (u64 piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
+    mbarrier_wait(shared_address(&landed[stage]), parity);
+    seen ^= ld_shared<u32>(shared_address(smem) + stage * bulk_piece);
+    fence_proxy_async_shared();
+    start(piece + u64(bulk_stages) * gridDim.x, stage);
+    if (++stage == bulk_stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  if (seen == 0x12345678u) st_global(sink, seen);
+}
+#endif
 
 }  // namespace ninferc::synth
