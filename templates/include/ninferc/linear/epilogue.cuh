@@ -103,7 +103,7 @@ struct LinearEpilogue {
         f32 value = v[e];
         if constexpr (G::swiglu) value = silu_fast(v[e]) * up[e];
         if constexpr (G::epilogue == Epilogue::residual)
-          value += bf16_to_f32(ld_global<bf16>(args.residual + u64(args.first_column + column) * args.residual_stride + output));
+          value += bf16_to_f32(ld_cg<bf16>(args.residual + u64(args.first_column + column) * args.residual_stride + output));
         st_global(static_cast<bf16*>(args.y) + at, f32_to_bf16(value));
       }
     }
