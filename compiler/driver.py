@@ -16,7 +16,9 @@ from compiler.emit.cache import Job, compile_all
 from compiler.emit.nvrtc import Resources
 from compiler.emit.render import kernel_source
 from compiler.ir.graph import check
-from compiler.ir.types import Kind, Value
+from compiler.ir.op import Op
+from compiler.ir.types import Kind, TensorType, Value
+from compiler.kernels import exchange
 from compiler.kernels.attention_decode import MAX_COLUMNS, work_items
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.model import ModelError, ModelSpec, bind, spec_from_config
@@ -29,6 +31,7 @@ from compiler.passes.shard import WIRES, Sharder
 from compiler.program.model import (
     CONTROL,
     EGRESS,
+    EXCHANGE,
     RING,
     STATE,
     WEIGHTS,
@@ -65,6 +68,7 @@ class CompileOptions:
     exchange: str = "f32"  # what decode exchanges carry; bf16 halves the bytes and gives up bit-equality with one rank
     exchange_prefill: str = "bf16"
     chains: bool = True  # runs of decode products in one persistent kernel each (passes/chain.py); off: one kernel per product
+    fused: bool = True  # products of few columns send their FP32 partial sums as they finish them
 
     def decode_pairs(self) -> list[tuple[int, int]]:
         """Decode graphs to build: those asked for, else 1×1, 1×32 (short prompts) and max_concurrency×1."""
@@ -231,7 +235,8 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
     graphs = [check(builder.build(request)) for request in phase_requests(limits, options)]
     shared: Mapping[str, Value] = builder.shared
     if options.tp > 1:
-        sharder = Sharder(spec, options.tp, builder.shared, {"decode": options.exchange, "prefill": options.exchange_prefill})
+        sharder = Sharder(spec, options.tp, builder.shared, {"decode": options.exchange, "prefill": options.exchange_prefill},
+                          options.fused)  # fmt: skip
         graphs = [check(sharder.run(graph)) for graph in graphs]
         shared = sharder.shared
     graphs = [check(lower(graph, caps)) for graph in graphs]
@@ -239,8 +244,10 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
     phases: dict[str, Phase] = {}
     specs: dict[str, KernelSpec] = {}
     counters: dict[str, Placement] = {}
+    exchanges: list[tuple[Op, Mapping[str, TensorType], KernelSpec]] = []
     for graph in graphs:
         groups = select(graph, caps, options.chains)
+        exchanges += [(op, graph.types(op), group.spec) for group in groups for op in group.ops if op.kind in exchange.KINDS]
         place_counters(groups, counters, regions)
         for group in groups:
             known = specs.setdefault(group.spec.entry, group.spec)
@@ -252,6 +259,10 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
         phases[graph.name] = phase
         for rank, size in enumerate(work):
             regions[rank][WORK] = max(regions[rank][WORK], size)
+    if options.tp > 1:
+        specs |= {probe.entry: probe for probe in exchange.probe_specs(spec.hidden, caps)}
+        for sizes in regions:
+            sizes[EXCHANGE] = align(exchange.Mail.of(exchanges).size)
     kernels = {entry: KernelImage(item, "", b"", NO_RESOURCES) for entry, item in specs.items()}
     if images:
         sources = {entry: kernel_source(item, caps) for entry, item in specs.items()}

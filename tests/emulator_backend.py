@@ -9,13 +9,15 @@ import numpy as np
 
 from compiler.control import egress_extent
 from compiler.emit.render import render
+from compiler.ir.op import Op
 from compiler.ir.types import Kind
-from compiler.kernels.exchange import KINDS
+from compiler.kernels.exchange import KINDS, Mail, in_slices, payload
+from compiler.ops.exchange_begin import BASE, number
 from compiler.passes.schedule import CHANNEL
 from compiler.passes.shard import at
 from compiler.program.model import CONTROL, DEVICE_REGIONS, EGRESS, RING, WORK, Arg, Call, Phase, Placement, Program
 from runtime.control import Ingress
-from runtime.cuda.transport import TRANSPORTS
+from runtime.cuda.transport import TRANSPORTS, mail_of, operand_types
 from runtime.vm.weights import WeightStore
 from tests.emulator.emulator import compile_kernel, launch
 
@@ -23,11 +25,16 @@ Array = np.ndarray[Any, Any]
 
 
 class EmulatorBackend:
-    """Phases run call by call at launch. Activations and scratch hold NaN bytes until a kernel writes them."""
+    """Phases run call by call at launch. Activations and scratch hold NaN bytes until a kernel writes them.
 
-    def __init__(self, program: Program, weights: WeightStore, seed: int = 1, check_programmatic: bool = True) -> None:
-        self.program, self.seed = program, seed
-        self.check_programmatic = check_programmatic
+    Of two ranks one waits for what the other one sends only later: over ``peer`` and ``host`` its mail is filled beforehand
+    with what the protocol says (docs/tensor-parallel.md); every kernel that sends must leave just that in the other mail."""
+
+    def __init__(self, program: Program, weights: WeightStore, seed: int = 1, transport: str = "staged") -> None:
+        self.program, self.seed, self.transport = program, seed, transport
+        self.mail = mail_of(program) if program.tp > 1 else Mail(0, 0, 0)
+        self.boxes = [np.zeros(max(self.mail.size, 8), np.uint8) for _ in range(program.tp)]
+        self.hang = np.zeros(64, np.uint8)
         host = {name: np.zeros(max(program.regions[0].get(name, 0), 256), np.uint8) for name in (RING, EGRESS)}
         self.memory: list[dict[str, Array]] = [
             {name: np.zeros(max(sizes.get(name, 0), 256), np.uint8) for name in DEVICE_REGIONS} | host
@@ -87,25 +94,65 @@ class EmulatorBackend:
                     arguments.append(None)
                 elif arg.kind == "pointer":
                     if arg.region in CHANNEL:
-                        arguments.append(self._contribution(item, call) if arg.name == "inbox" else np.zeros(64, np.uint8))
+                        boxes = {"hang": self.hang, "inbox": self.boxes[arg.rank], "outbox": self.boxes[1 - arg.rank]}
+                        arguments.append(boxes[arg.region])
                         continue
                     place = self._extent(phase, call, arg)
                     arguments.append(self.memory[arg.rank][arg.region][arg.offset : place.end])
                 else:
-                    arguments.append(TRANSPORTS.index("staged") if arg.name == "transport" else arg.number)
+                    late = {"transport": TRANSPORTS.index(self.transport), "slot_words": self.mail.words,
+                            "slot_slices": self.mail.slices, "slot_bytes": self.mail.nbytes}  # fmt: skip
+                    arguments.append(late.get(arg.name, arg.number))
+            self._deliver(item, call)
             for place in call.scratch.values():
                 self.memory[place.rank][WORK][place.offset : place.end] = 0xFF
             try:
-                launch(self._kernel(call.entry), call.grid, call.block, arguments, call.smem, self.seed, limit_seconds=300)
+                together = getattr(self.program.kernels[call.entry].spec, "cooperative", False)
+                launch(self._kernel(call.entry), call.grid, call.block, arguments, call.smem, self.seed,
+                       concurrency="grid" if together else 1, limit_seconds=300)  # fmt: skip
             except Exception as error:
                 layer = call.ops[0].layer
                 raise RuntimeError(f"phase {phase}, call {call.index} {call.entry} (layer {layer}): {error}") from error
+            self._check_sent(item, call)
 
-    def _contribution(self, phase: Phase, call: Call) -> Array:
-        """A copy of what the other rank sends: ranks are interleaved, so its producer has run (the staged transport)."""
-        op = next(op for op in call.ops if op.kind in KINDS)
-        place = self.program.placement(phase, op.inputs["peer_1"].value)
-        return self.memory[place.rank][place.region][place.offset : place.end].copy()
+    def _message(self, phase: Phase, op: Op, rank: int) -> list[tuple[int, Array]]:
+        """(offset, bytes) that ``rank`` leaves in the other rank's mail for an exchange; prefill sends active rows only."""
+        name = "peer_1" if rank != op.rank else "candidates" if op.kind == "sample_merge" else "partial"
+        types, place = operand_types(self.program, phase, op), self.program.placement(phase, op.inputs[name].value)
+        raw = self.memory[place.rank][place.region][place.offset : place.end][: payload(op, types)]
+        rows = int(self.read("pf_lane_ncols", rank)[0]) if "rows" in op.inputs else types[name].shape[0]
+        raw = raw[: raw.size * rows // types[name].shape[0]].copy()
+        base = int(self.read("exchange_sequence", rank).view(np.uint32)[BASE])
+        stamp = np.uint64(number(base, op.int_attr("ordinal")) << 32)
+        slot, mail = int(stamp >> np.uint64(32)) % 2, self.mail
+        if self.transport == "staged":
+            return [(mail.copied_to, raw)]
+        if not in_slices(op, types, self.transport):
+            words = raw.view(np.uint32).astype(np.uint64) | stamp
+            return [(8 * slot * mail.words, words.view(np.uint8))]
+        parts = int(next(call for call in phase.calls if op in call.ops and call.rank == op.rank).grid[0])
+        line = np.array([stamp]).view(np.uint8)
+        first = 16 * mail.words + 64 * slot * mail.slices
+        return [(mail.copied_to + slot * mail.nbytes, raw), *((first + 64 * i, line) for i in range(rows * parts))]
+
+    def _deliver(self, phase: Phase, call: Call) -> None:
+        """Before a call that waits: what the other rank sends. What its product pushed must be there already."""
+        for op in call.ops:
+            if op.kind not in KINDS:
+                continue
+            for offset, data in self._message(phase, op, 1 - call.rank):
+                there = self.boxes[call.rank][offset : offset + data.size]
+                if op.attrs.get("pushed") and self.transport != "staged":
+                    assert np.array_equal(there, data), f"{call.entry}: rank {1 - call.rank}'s product pushed something else"
+                there[:] = data
+
+    def _check_sent(self, phase: Phase, call: Call) -> None:
+        for op in call.ops:
+            if op.kind not in KINDS or self.transport == "staged":
+                continue
+            for offset, data in self._message(phase, op, call.rank):
+                sent = self.boxes[1 - call.rank][offset : offset + data.size]
+                assert np.array_equal(sent, data), f"{call.entry}: rank {call.rank} sent something else"
 
     def wait(self) -> None:
         return None

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from compiler.ir.types import Kind
-from compiler.program.model import CONTROL, DEVICE_REGIONS, EGRESS, RING, STATE, WEIGHTS, WORK, Program
+from compiler.program.model import CONTROL, DEVICE_REGIONS, EGRESS, EXCHANGE, RING, STATE, WEIGHTS, WORK, Program
 
 USES = ("weights", "kv pool", "gdn state", "sequence", "workspace")
 _KV = re.compile(r"kv[0-9]+(@[0-9]+)?\Z")
@@ -19,7 +19,8 @@ def use_of(name: str) -> str:
 
 
 def device_memory(program: Program) -> list[dict[str, int]]:
-    """Bytes per rank and use. The uses of a rank sum to its regions: gaps and launch counters count as ``sequence``."""
+    """Bytes per rank and use. The uses of a rank sum to its regions: gaps and launch counters count as ``sequence``. Programs
+    for two ranks have the use ``exchange`` besides."""
     out = []
     for rank, regions in enumerate(program.regions):
         sizes = dict.fromkeys(USES, 0)
@@ -28,17 +29,19 @@ def device_memory(program: Program) -> list[dict[str, int]]:
             if place.rank == rank and place.region == STATE and use_of(name) != "sequence":
                 sizes[use_of(name)] += place.nbytes
         sizes["sequence"] = regions.get(CONTROL, 0) + regions.get(STATE, 0) - sizes["kv pool"] - sizes["gdn state"]
+        if EXCHANGE in regions:
+            sizes["exchange"] = regions[EXCHANGE]
         out.append(sizes)
     return out
 
 
 def total_bytes(program: Program, rank: int = 0) -> int:
     """Device memory that a rank allocates, without the driver's own (context, kernels, graphs)."""
-    return sum(program.regions[rank].get(region, 0) for region in DEVICE_REGIONS)
+    return sum(program.regions[rank].get(region, 0) for region in (*DEVICE_REGIONS, EXCHANGE))
 
 
 def host_bytes(program: Program) -> int:
-    """Page-locked host memory of the two rings."""
+    """Page-locked host memory of the two rings. Over the host transport ``exchange`` of every rank lies there too."""
     return sum(program.regions[0].get(region, 0) for region in (RING, EGRESS))
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from compiler.ir.op import Op, require
-from compiler.ir.types import IRError, TensorType
+from compiler.ir.types import IRError, Ref, TensorType
 from compiler.kernels.control import SAMPLE_CANDIDATES, SAMPLE_SLICE
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.ops.exchange_residual import peers_of
@@ -13,8 +14,21 @@ from compiler.ops.exchange_residual import peers_of
 THREADS = 256
 MERGE_THREADS = 64
 PART_VALUES = 1024  # values of a column that one block takes, where columns are few
-PROTOCOL = ("sequence", "step", "ordinal", "outbox", "inbox", "relay", "hang", "transport", "slot_words")
+PROTOCOL = ("sequence", "step", "ordinal", "outbox", "inbox", "hang", "transport", "slot_words", "slot_slices", "slot_bytes")
 KINDS = frozenset({"exchange_residual", "sample_merge"})
+LINE = 64  # bytes of a slice's number
+
+# Payloads up to these many bytes travel as words (a number beside every 4 bytes), larger ones as slices (plain bytes, then a
+# number). Words need one way where slices need three (bytes, fence, number), but they double the bytes.
+# Host: a way is about 1.5 µs and PCIe 5 moves 50 KiB in 1 µs, so words lose from about 32 KiB on (a probe measured equal times
+# at 40 KiB: 9.3 and 9.2 µs), and a chunk of prefill (10 MiB) is bound by the link's rate, which kernels reach with reads of
+# all blocks in flight; copy engines would move it no faster and need edges across the devices (8 µs each).
+# Peer: a fence costs 1.5 µs and NVLink moves 400 KiB in 1 µs; 64 columns (1.25 MiB) as words took 15.6 µs of which the bytes
+# account for 10.
+WORDS_UP_TO = {"host": 32 << 10, "peer": 256 << 10}
+# Failed probes of this many bytes of words would hold up the host link for longer than one way.
+SPARING_FROM = 64 << 10
+SHARED_WIDTH = 6144
 
 
 def _arch(caps: DeviceCaps) -> str:
@@ -32,38 +46,100 @@ def begin_spec(op: Op, caps: DeviceCaps) -> KernelSpec:
                       {"count": op.int_attr("count")}, reason="sequence numbers of the replay")  # fmt: skip
 
 
-def words(op: Op, types: Mapping[str, TensorType]) -> int:
-    """8-byte words that an exchange op sends: one per FP32 value, one per two of bf16."""
-    if op.kind == "sample_merge":
-        return types["candidates"].elements
-    return types["partial"].elements // (2 if op.attrs["wire"] == "bf16" else 1)
+def payload(op: Op, types: Mapping[str, TensorType]) -> int:
+    """Bytes of one rank's contribution to an exchange op, as it lies in memory."""
+    return types["candidates" if op.kind == "sample_merge" else "partial"].nbytes
+
+
+def in_slices(op: Op, types: Mapping[str, TensorType], transport: str) -> bool:
+    """Whether an exchange op's payload travels as slices over ``transport`` (host, peer)."""
+    return op.kind == "exchange_residual" and not op.attrs["pushed"] and payload(op, types) > WORDS_UP_TO[transport]
+
+
+@dataclass(frozen=True)
+class Mail:
+    """Memory that a rank is written to by the other one: two slots each of ``words`` 8-byte words, of ``slices`` lines and of
+    ``nbytes`` bytes (the payload of slices, or of a staged copy). Layout: channel.cuh."""
+
+    words: int
+    slices: int
+    nbytes: int
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return 2 * (8 * self.words + LINE * self.slices + self.nbytes)
+
+    @property
+    def copied_to(self) -> int:
+        """Offset of what staged copies write."""
+        return 2 * (8 * self.words + LINE * self.slices)
+
+    @staticmethod
+    def of(exchanges: Iterable[tuple[Op, Mapping[str, TensorType], KernelSpec]]) -> Mail:
+        """Room for the largest of the exchanges (op, types of its operands, kernel), on every transport."""
+        words = slices = nbytes = 0
+        for op, types, spec in exchanges:
+            size = payload(op, types)
+            nbytes = max(nbytes, size)
+            if not in_slices(op, types, "peer"):
+                words = max(words, size // 4)
+            if in_slices(op, types, "host"):
+                slices = max(slices, types["y"].shape[0] * int(spec.params["parts"]))
+        return Mail(-(-words // 16) * 16, slices, -(-nbytes // 256) * 256)
+
+
+def _parts(columns: int, width: int, sms: int) -> int:
+    """Blocks per column: as many as have PART_VALUES values each, all columns resident."""
+    allowed = [p for p in range(1, sms + 1) if width // 2 % p == 0 and (p == 1 or width // p >= PART_VALUES)]
+    return max(p for p in allowed if p * columns <= max(sms, columns))
 
 
 def residual_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps, norm: Op | None = None) -> KernelSpec:
     """Exchange, sum and residual, with ``norm`` (an rmsnorm of the result) in the same kernel.
 
-    All blocks are resident at once (at most one per multiprocessor): each waits for the peer. Raises IRError."""
+    All blocks that wait are resident at once (at most one per multiprocessor). Raises IRError."""
     _two_ranks(op)
     columns, width = types["y"].shape
     require(width % 4 == 0, op, f"width {width} is no multiple of 4")
-    parts = 1
-    if norm is None:
-        allowed = [p for p in range(1, caps.sms + 1) if width // 4 % p == 0 and (p == 1 or width // p >= PART_VALUES)]
-        parts = max(p for p in allowed if p * columns <= max(caps.sms, columns))
+    parts = 1 if norm is not None else _parts(columns, width, caps.sms)
     rows = max(1, min(columns, caps.sms // parts))
-    half = op.attrs["wire"] == "bf16"
+    wire, pushed = op.attrs["wire"], bool(op.attrs["pushed"])
+    host, peer = in_slices(op, types, "host"), in_slices(op, types, "peer")
+    sparing = not host and 2 * payload(op, types) > SPARING_FROM
     arguments = ["partial", "partial_stride", "residual", "residual_stride", "y", "y_stride"]
     scalars: dict[str, int | float] = {"columns": columns, "ordinal": op.int_attr("ordinal")}
     if norm is not None:
         arguments += ["norm_w", "normed", "normed_stride", "eps"]
         scalars["eps"] = norm.float_attr("eps")
+    how = "pushed by the product" if pushed else " and ".join(
+        f"{'slices' if sliced else 'words'} over {name}" for name, sliced in (("peer", peer), ("host", host)))  # fmt: skip
+    senders = host or peer
+    # Senders and receivers of many columns share multiprocessors, so that both directions of the link are busy; wider rows do
+    # not fit half the registers.
+    min_blocks = 2 if senders and 2 * parts * rows > caps.sms and width // parts <= SHARED_WIDTH else 1
+    flags = "".join(letter for letter, on in zip("hpxsm", (host, peer, pushed, sparing, min_blocks > 1), strict=True) if on)
     return KernelSpec(
-        entry=f"exchange_residual_h{width}_{op.attrs['wire']}_p{parts}_r{op.rank}{'_norm' if norm else ''}_{_arch(caps)}",
+        entry=f"exchange_residual_h{width}_{wire}_p{parts}{flags}_r{op.rank}{'_norm' if norm else ''}_{_arch(caps)}",
         template="exchange_residual.cu.j2",
-        params={"width": width, "parts": parts, "half": half, "first_rank": op.rank == 0, "norm": norm is not None},
-        grid=(parts, rows, 1), block=THREADS, smem=0, args=(*arguments, "rows", "columns", *PROTOCOL), scalars=scalars,
-        reason=f"{op.attrs['wire']} partial sums, {parts * rows} resident blocks{', norm behind it' if norm else ''}",
+        params={"width": width, "parts": parts, "half": wire == "bf16", "first_rank": op.rank == 0, "norm": norm is not None,
+                "pushed": pushed, "host_slices": host, "peer_slices": peer, "sparing": sparing,
+                "min_blocks": min_blocks},
+        grid=(parts, rows, 2 if senders else 1), block=THREADS, smem=0, args=(*arguments, "rows", "columns", *PROTOCOL),
+        scalars=scalars,
+        reason=f"{wire} partial sums, {how}; {parts * rows} blocks wait{', norm behind it' if norm else ''}",
     )  # fmt: skip
+
+
+def probe_specs(width: int, caps: DeviceCaps) -> tuple[KernelSpec, KernelSpec]:
+    """Kernels of both ranks that exchange one column of ``width`` FP32 values as words: programs carry them for the self-test
+    of a transport, since their own wait for what products push."""
+    wide, narrow = TensorType((1, width), "f32"), TensorType((1, width), "bf16")
+    types = {"partial": wide, "peer_1": wide, "residual": narrow, "y": narrow}
+    refs = {name: Ref(name) for name in ("partial", "peer_1", "residual", "sequence", "step")}
+    first, second = (residual_spec(Op("exchange_residual", refs, {"y": Ref("y")}, rank=rank, attrs={
+        "ordinal": 0, "wire": "f32", "pushed": False}), types, caps) for rank in (0, 1))  # fmt: skip
+    return first, second
 
 
 def _rows(rows: int, lanes: int, width: int) -> tuple[bool, int, str]:

@@ -15,6 +15,7 @@ from math import ceil
 from compiler.ir.op import Op, require
 from compiler.ir.types import IRError, TensorType
 from compiler.kernels.spec import DeviceCaps, KernelSpec
+from compiler.ops.exchange_residual import PUSH_COLUMNS
 from compiler.profiles import tile_fields
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -35,7 +36,6 @@ _REGISTERS = {"bf16": 56, "q4g64": 58, "q5g64": 66, "q6g64": 70, "w8g32": 60, "n
 GROUPED = frozenset({"q4g64", "q5g64", "q6g64", "w8g32"})
 CHUNK = 128
 MAX_SLICES = 8
-PUSH_COLUMNS = 8  # columns up to which a product sends its partial sums itself
 EARLY_RELEASE = 24 << 20  # weights below this many bytes: a short kernel
 MIN_CHUNKS = 5  # chunks of a slice below which its share of the final sum costs too much
 

@@ -1,19 +1,19 @@
 """Sum of the ranks' partial products and the residual: y = bf(((p₀ + p₁) + …) + residual), FP32, ranks in order, one rounding.
 
 One device adds the same segments in the same order (compiler/ops/linear_residual.py), so the bits do not depend on the
-number of ranks as long as each rank holds one segment. ``wire`` bf16 rounds every partial sum first (half the bytes).
+number of ranks as long as each rank holds one segment. ``wire``: dtype of the partial sums, which products store as what
+travels; bf16 rounds every one first (half the bytes).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from compiler.ir.op import Array, Context, Cost, Op, OpDef, register, require
 from compiler.ir.types import TensorType, Value
 
 MAX_RANKS = 8
+PUSH_COLUMNS = 8  # columns up to which a product sends its partial sums itself
 PEERS = tuple(f"peer_{i}" for i in range(1, MAX_RANKS))
 
 
@@ -32,31 +32,31 @@ def in_rank_order(op: Op, own: str) -> list[str]:
 @register
 class ExchangeResidual(OpDef):
     """``peer_i`` are the other ranks' partial sums in rank order. ``sequence``, ``step`` (whose fault word a lost peer sets)
-    and ``ordinal`` steer the protocol; ``rows`` bounds the columns of a prefill chunk."""
+    and ``ordinal`` steer the protocol; ``pushed``: the products send their partial sums themselves; ``rows`` bounds the columns
+    of a prefill chunk."""
 
     kind = "exchange_residual"
     inputs = ("partial", *PEERS, "residual", "sequence", "step", "rows")
     outputs = ("y",)
     optional = frozenset({*PEERS, "rows"})
-    attrs = {"ordinal": int, "wire": str}
+    attrs = {"ordinal": int, "wire": str, "pushed": bool}
 
     def check(self, op: Op, types: Mapping[str, TensorType]) -> None:
         y = types["y"]
         require(len(y.shape) == 2 and y.dtype == "bf16", op, f"y is {y}, bf16 [columns, width] is needed")
         require(types["residual"] == y, op, f"residual is {types['residual']}, {y} is needed")
-        want = TensorType(y.shape, "f32")
+        require(op.attrs["wire"] in ("f32", "bf16"), op, f"wire is {op.attrs['wire']!r}; allowed: f32, bf16")
+        require(op.attrs["wire"] == "f32" or not op.attrs["pushed"], op, "products push FP32 partial sums only")
+        want = TensorType(y.shape, str(op.attrs["wire"]))
         for name in ("partial", *peers_of(op)):
             require(types[name] == want, op, f"{name} is {types[name]}, {want} is needed")
         require(op.rank <= len(peers_of(op)) >= 1, op, f"rank {op.rank} has {len(peers_of(op))} peers")
-        require(op.attrs["wire"] in ("f32", "bf16"), op, f"wire is {op.attrs['wire']!r}; allowed: f32, bf16")
         require(op.int_attr("ordinal") >= 0, op, "ordinal is negative")
 
     def reference(self, op: Op, ctx: Context) -> None:
         total: Array | None = None
         for name in in_rank_order(op, "partial"):
             part = ctx.get(name)
-            if op.attrs["wire"] == "bf16":
-                part = np.asarray(ctx.round(part), dtype=part.dtype)
             total = part if total is None else total + part
         ctx.put("y", total + ctx.get("residual"))
 

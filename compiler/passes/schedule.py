@@ -13,8 +13,8 @@ from compiler.kernels.spec import KernelSpec
 from compiler.passes import memory
 from compiler.program.model import WORK, Arg, Call, Phase, Placement
 
-CHANNEL = ("outbox", "inbox", "relay", "hang")  # of an exchange: the runtime knows where they lie
-LATE = ("transport", "slot_words")  # numbers that the runtime fills in with its choice of transport
+CHANNEL = ("outbox", "inbox", "hang")  # of an exchange: the runtime knows where they lie
+LATE = ("transport", "slot_words", "slot_slices", "slot_bytes")  # numbers of the transport that the runtime chooses
 PLANES = ("codes", "high", "scales", "divisor")
 
 

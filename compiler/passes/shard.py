@@ -18,7 +18,7 @@ from compiler.ir.op import Attr, Op
 from compiler.ir.types import IRError, Kind, Ref, TensorType, Value, WeightSource
 from compiler.model.spec import ModelSpec
 from compiler.ops.exchange_begin import SEQUENCE_WORDS
-from compiler.ops.exchange_residual import MAX_RANKS
+from compiler.ops.exchange_residual import MAX_RANKS, PUSH_COLUMNS
 from compiler.ops.sample import MAX_CANDIDATES
 from compiler.shard.plan import ShardDims, ShardError, check_width, even_ranges
 
@@ -61,12 +61,14 @@ def concatenated(ranges: Ranges, wanted: Ranges) -> Ranges:
 @dataclass
 class Sharder:
     """Cuts the phases of one program. ``logical`` are the shared values of the unsharded builder; ``shared`` collects those
-    of all ranks. ``wire``: what the exchanges of the residual stream carry in each phase, ``f32`` or ``bf16``."""
+    of all ranks. ``wire``: what the exchanges of the residual stream carry in each phase, ``f32`` or ``bf16``. ``fused``:
+    products of few columns send their FP32 partial sums as they finish them."""
 
     spec: ModelSpec
     tp: int
     logical: Mapping[str, Value]
     wire: Mapping[str, str] = field(default_factory=lambda: {"decode": "f32", "prefill": "f32"})
+    fused: bool = True
     shared: dict[str, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -283,16 +285,28 @@ class _Pass:
         else:
             self.new.add_op(op.kind, inputs, outputs, state, attrs, rank, op.layer, also)
 
-    def _scratch(self, label: str, shape: tuple[int, ...], rank: int) -> Ref:
-        return self.new.add_value(Value(at(label, rank), TensorType(shape, "f32"), Kind.ACTIVATION, rank))
+    def _scratch(self, label: str, shape: tuple[int, ...], dtype: str, rank: int) -> Ref:
+        return self.new.add_value(Value(at(label, rank), TensorType(shape, dtype), Kind.ACTIVATION, rank))
+
+    @property
+    def wire(self) -> str:
+        return self.owner.wire[self.old.phase]
+
+    def _pushes(self) -> bool:
+        """Whether row-parallel products send their partial sums themselves (2 ranks: a kernel has one peer)."""
+        few = self.old.phase == "decode" and self.old.columns <= PUSH_COLUMNS
+        return self.owner.fused and few and self.wire == "f32" and self.tp == 2
 
     def _partial(self, op: Op, rank: int, inputs: dict[str, Ref]) -> None:
-        """The rank's share of a row-parallel product: its segments of K, summed in FP32, not rounded."""
+        """The rank's share of a row-parallel product: its segments of K, summed in FP32, stored as what travels."""
         columns, width = self.old.types(op)["y"].shape
-        partial = self._scratch(f"partial.{op.outputs['y'].value}", (columns, width), rank)
-        segments = max(1, op.int_attr("segments") // self.tp)
-        self.new.add_op("linear", {name: inputs[name] for name in ("x", "w")}, {"y": partial},
-                        attrs={"segments": segments, "f32": True}, rank=rank, layer=op.layer)  # fmt: skip
+        partial = self._scratch(f"partial.{op.outputs['y'].value}", (columns, width), self.wire, rank)
+        operands = {name: inputs[name] for name in ("x", "w")}
+        attrs: dict[str, Attr] = {"segments": max(1, op.int_attr("segments") // self.tp), "f32": self.wire == "f32"}
+        if self._pushes():
+            operands |= self._control(rank)
+            attrs["ordinal"] = self.ordinal
+        self.new.add_op("linear", operands, {"y": partial}, attrs=attrs, rank=rank, layer=op.layer)
 
     def _sequence(self, rank: int) -> Ref:
         value = Value(at("exchange_sequence", rank), TensorType((SEQUENCE_WORDS,), "i32"), Kind.STATE, rank)
@@ -317,14 +331,14 @@ class _Pass:
                       "residual": self.local(op.inputs["residual"], rank), **self._control(rank)}  # fmt: skip
             if self.old.phase == "prefill":
                 inputs["rows"] = self.new.add_value(self.owner.shared[at("pf_lane_ncols", rank)])
-            wire = self.owner.wire[self.old.phase]
             self.new.add_op("exchange_residual", inputs, {"y": self.local(op.outputs["y"], rank)},
-                            attrs={"ordinal": self.ordinal, "wire": wire}, rank=rank, layer=op.layer)  # fmt: skip
+                            attrs={"ordinal": self.ordinal, "wire": self.wire, "pushed": self._pushes()}, rank=rank,
+                            layer=op.layer)  # fmt: skip
         self.ordinal += 1
 
     def _candidates(self, op: Op, rank: int, inputs: dict[str, Ref]) -> None:
         rows = self.old.types(op)["token"].shape[0]
-        out = self._scratch(f"candidates.{op.outputs['token'].value}", (rows, 2 * MAX_CANDIDATES), rank)
+        out = self._scratch(f"candidates.{op.outputs['token'].value}", (rows, 2 * MAX_CANDIDATES), "f32", rank)
         wanted = ("logits", "lane_sampling", "run_slot", "run_ncols", "token_counts", "pf_control")
         share = self.spec.vocab_rows // self.tp
         self.new.add_op("sample_candidates", {name: inputs[name] for name in wanted if name in inputs}, {"candidates": out},

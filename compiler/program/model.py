@@ -17,6 +17,7 @@ from compiler.model.spec import ModelSpec
 WEIGHTS, CONTROL, STATE, WORK = "weights", "control", "state", "work"
 RING, EGRESS = "ring", "egress"
 DEVICE_REGIONS = (WEIGHTS, CONTROL, STATE, WORK)
+EXCHANGE = "exchange"  # of programs for two ranks: what the other rank writes to, in device memory or page-locked host memory
 ALIGNMENT = 256
 
 

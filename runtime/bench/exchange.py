@@ -1,192 +1,287 @@
 """``ninferc bench exchange``: latency of the exchanges between two devices, per transport and payload.
 
 A chain of exchanges in one graph on both ranks, with the kernels that programs use. The cost is that of the whole graph
-over the number of exchanges, median over replays.
+over the number of exchanges, median over replays; with products around it ("fused") the difference to the same graph without
+its exchanges.
 """
 
 from __future__ import annotations
 
 import hashlib
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from compiler.emit.cache import Job, compile_all
-from compiler.emit.render import render
-from compiler.ir.op import Array, Op, bf16_round
+from compiler.emit.render import kernel_source
+from compiler.ir.op import Array, Attr, Op
 from compiler.ir.types import Ref, TensorType
-from compiler.kernels.exchange import begin_spec, residual_spec
-from compiler.kernels.spec import KernelSpec
-from compiler.program.model import Arg, Call, KernelImage, Phase
+from compiler.kernels.control import rmsnorm_spec
+from compiler.kernels.exchange import Mail, begin_spec, residual_spec
+from compiler.kernels.linear_columns import Product, choose, spec_of
+from compiler.kernels.spec import DeviceCaps, KernelSpec
+from compiler.ops.exchange_residual import PUSH_COLUMNS
+from compiler.program.model import KernelImage, Phase
+from runtime.cuda.chain import Chain, Links, bf16_bits, make_call
 from runtime.cuda.device import Device
 from runtime.cuda.driver import DeviceError
 from runtime.cuda.graph import GraphPhase
 from runtime.cuda.modules import Modules, PackedArgs
-from runtime.cuda.transport import PEER, STAGED, TRANSPORTS, Exchange, Staging, peer_access
+from runtime.cuda.transport import HOST, PEER, STAGED, TRANSPORTS, Staging, peer_access
 
 DELAY_NS = 4000
 WIDTH = 5120  # hidden width of the 27B models: a column is 20 KiB of FP32 partial sums
+INNER = 3072  # half of their attention width: K of the products around fused exchanges
+CHUNK = 1024  # columns of a chunk of prefill, which sends BF16
+EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class ExchangeRow:
-    """One measurement. ``microseconds`` per exchange, ``digest`` of every value that both ranks computed."""
+    """One measurement. ``microseconds`` per exchange, ``launch`` of the launch call, ``digest`` of every value that both ranks
+    computed."""
 
     case: str
     transport: str
     nbytes: int
     microseconds: float
     digest: str
+    launch: float = 0.0
 
 
-def _call(index: int, rank: int, spec: KernelSpec, op: Op, args: tuple[Arg, ...]) -> Call:
-    return Call(index, rank, spec.entry, args, spec.grid, spec.block, spec.smem, spec.cluster, (op,), (), programmatic=True)
+def _case(transport: str, nbytes: int, exchanges: int, kind: str, devices: Sequence[int]) -> str:
+    return f"exchange {transport} {nbytes // 1024} KiB x{exchanges} {kind} devices {devices[0]},{devices[1]}"
+
+
+def _open(devices: Sequence[int], transport: str) -> tuple[list[Device], DeviceCaps]:
+    """The pair and what its kernels are chosen for: as much of a device as a rank has. Raises DeviceError."""
+    pair = [Device(index) for index in devices]
+    caps = min((device.caps() for device in pair), key=lambda found: found.sms)
+    if devices[0] == devices[1]:
+        caps = replace(caps, sms=caps.sms // 2)
+    if transport == PEER and (reason := peer_access(pair)):
+        for device in pair:
+            device.close()
+        raise DeviceError(f"transport peer: {reason}")
+    return pair, caps
+
+
+def _load(specs: Sequence[KernelSpec], pair: list[Device], caps: DeviceCaps) -> Modules:
+    named = {spec.entry: spec for spec in specs}
+    sources = {entry: kernel_source(spec, caps) for entry, spec in named.items()}
+    cubins = compile_all([Job(entry, source, caps.arch) for entry, source in sources.items()], None, None, None)
+    return Modules({e: KernelImage(named[e], sources[e], cubins[e].image, cubins[e].resources) for e in named}, pair)
+
+
+def _types(columns: int, wire: str) -> dict[str, TensorType]:
+    partial, row = TensorType((columns, WIDTH), wire), TensorType((columns, WIDTH), "bf16")
+    return {"partial": partial, "peer_1": partial, "residual": row, "y": row}
+
+
+def _op(rank: int, wire: str, pushed: bool) -> Op:
+    refs = {name: Ref(name) for name in ("partial", "peer_1", "residual", "sequence", "step")}
+    attrs: dict[str, Attr] = {"ordinal": 0, "wire": wire, "pushed": pushed}
+    return Op("exchange_residual", refs, {"y": Ref("y")}, attrs=attrs, rank=rank)
+
+
+def _begin(caps: DeviceCaps, exchanges: int) -> KernelSpec:
+    return begin_spec(Op("exchange_begin", {}, {}, {"sequence": Ref("sequence")}, {"count": exchanges}), caps)
 
 
 def bench(devices: Sequence[int], columns: int = 1, wire: str = "f32", transport: str = PEER, exchanges: int = 128,
           replays: int = 20, delays: bool = False, seed: int = 1) -> ExchangeRow:  # fmt: skip
-    """Measure ``exchanges`` exchanges of ``columns`` columns in one graph, and check every value of the last of each replay.
+    """Measure ``exchanges`` exchanges of ``columns`` columns in one graph, and check every value of each replay.
 
-    The result of an exchange is the residual of the next, whose partial sums are the negatives, so a wrong word anywhere
-    shows at the end. ``delays`` puts a kernel of random duration in front of each rank's exchange. Raises DeviceError for a
-    wrong value, a lost peer, or a transport that the pair does not have.
-    """
-    pair = [Device(index) for index in devices]
-    opened: list[tuple[Device, int]] = []
-    exchange: Exchange | None = None
-    graph: GraphPhase | None = None
+    ``delays`` puts a kernel of random duration in front of each rank's exchange. Raises DeviceError for a wrong value, a lost
+    peer, or a transport that the pair does not have."""
+    pair, caps = _open(devices, transport)
     modules: Modules | None = None
+    chain: Chain | None = None
     try:
-        if transport == PEER and (reason := peer_access(pair)):
-            raise DeviceError(f"transport peer: {reason}")
-        caps = pair[0].caps()
-        shared = devices[0] == devices[1]
-        if shared:
-            caps = replace(caps, sms=caps.sms // 2)
-        wide, narrow = TensorType((columns, WIDTH), "f32"), TensorType((columns, WIDTH), "bf16")
-        types = {"partial": wide, "peer_1": wide, "residual": narrow, "y": narrow}
-
-        def op_of(rank: int, ordinal: int) -> Op:
-            refs = {name: Ref(name) for name in ("partial", "peer_1", "residual", "sequence", "step")}
-            return Op("exchange_residual", refs, {"y": Ref("y")}, attrs={"ordinal": ordinal, "wire": wire}, rank=rank)
-
-        start_op = Op("exchange_begin", {}, {}, {"sequence": Ref("sequence")}, {"count": exchanges})
-        start = begin_spec(start_op, caps)
+        types = _types(columns, wire)
+        specs = [residual_spec(_op(rank, wire, False), types, caps) for rank in (0, 1)]
         delay = KernelSpec(f"exchange_delay_{caps.arch.replace('_', '')}", "exchange_delay.cu.j2", {}, (1, 1, 1), 32, 0,
-                           ("sequence", "ordinal", "seed", "most"))  # fmt: skip
-        specs = {start.entry: start, delay.entry: delay}
-        chain = [[residual_spec(op_of(rank, i), types, caps) for i in range(exchanges)] for rank in (0, 1)]
-        for ranked in chain:
-            specs[ranked[0].entry] = ranked[0]
-        sources = {entry: render(spec.template, entry, spec.params) for entry, spec in specs.items()}
-        cubins = compile_all([Job(entry, source, caps.arch) for entry, source in sources.items()], None, None, None)
-        modules = Modules({e: KernelImage(specs[e], sources[e], cubins[e].image, cubins[e].resources) for e in specs}, pair)
-        words = columns * WIDTH
-        exchange = Exchange(pair, words, transport)
-        rng = np.random.default_rng(seed)
-        partials = [rng.standard_normal((columns, WIDTH)).astype(np.float32) for _ in pair]
-        places: list[dict[str, int]] = []
-
-        def place(device: Device, data: Array) -> int:
-            address = device.allocate(data.nbytes, "exchange benchmark")
-            opened.append((device, address))
-            device.upload(address, data)
-            return address
-
-        for rank, device in enumerate(pair):
-            rows = np.zeros((columns, WIDTH), np.uint16)
-            words4 = np.zeros(4, np.uint32)
-            data: dict[str, Array] = {"plus": partials[rank], "minus": -partials[rank], "a": rows, "b": rows,
-                                      "sequence": words4, "step": words4}  # fmt: skip
-            places.append({name: place(device, array) for name, array in data.items()})
-
-        def arguments(rank: int, spec: KernelSpec, ordinal: int) -> tuple[Arg, ...]:
-            mine = places[rank]
-            names = {"partial": mine["minus" if ordinal % 2 else "plus"], "residual": mine["b" if ordinal % 2 else "a"],
-                     "y": mine["a" if ordinal % 2 else "b"], "sequence": mine["sequence"], "step": mine["step"]}  # fmt: skip
-            out = []
-            for name in spec.args:
-                if name in names:
-                    out.append(Arg(name, "pointer", "absolute", names[name], rank=rank))
-                elif name in spec.scalars:
-                    out.append(Arg(name, "int", number=spec.scalars[name], rank=rank))
-                elif name.endswith("_stride"):
-                    out.append(Arg(name, "int", number=WIDTH, rank=rank))
-                elif name == "rows":
-                    out.append(Arg(name, "null"))
-                elif name in ("transport", "slot_words"):
-                    out.append(Arg(name, "int", rank=rank))
-                else:
-                    out.append(Arg(name, "pointer", name, rank=rank))
-            return exchange.complete(tuple(out)) if exchange else tuple(out)
-
-        calls = [_call(rank, rank, start, start_op, arguments(rank, start, 0)) for rank in (0, 1)]
-        for i in range(exchanges):
-            if delays:
-                for rank in (0, 1):
-                    numbers = {"ordinal": i, "seed": rank + 1, "most": DELAY_NS}
-                    held = [Arg(name, "int", number=number) for name, number in numbers.items()]
-                    counter = Arg("sequence", "pointer", "absolute", places[rank]["sequence"], rank=rank)
-                    calls.append(_call(len(calls), rank, delay, start_op, (counter, *held)))
-            calls += [_call(len(calls) + rank, rank, chain[rank][i], op_of(rank, i), arguments(rank, chain[rank][i], i))
-                      for rank in (0, 1)]  # fmt: skip
-        phase = Phase("exchange benchmark", "decode", 1, columns, tuple(calls), {}, {})
-        channel = exchange
-
-        def address(arg: Arg) -> int:
-            return arg.offset if arg.region == "absolute" else channel.address(arg)
-
-        packed = [PackedArgs(item.args, address) for item in calls]
-        staging = Staging(channel, address, lambda op: 4 * words) if transport == STAGED else None
-        graph = GraphPhase(phase, modules, packed, pair, caps.programmatic_edges, staging)
-        want = np.zeros((columns, WIDTH), np.float32)
-        shown = [bf16_round(p) if wire == "bf16" else p for p in partials]
-        total = shown[0] + shown[1]
-        digest, times = hashlib.sha256(), []
+                           ("sequence", "ordinal", "seed", "most")) if delays else None  # fmt: skip
+        begin = _begin(caps, exchanges)
+        modules = _load([begin, *specs, *([delay] if delay else [])], pair, caps)
+        mail = Mail.of((_op(rank, wire, False), types, spec) for rank, spec in enumerate(specs))
+        chain = Chain(pair, modules, Links(begin, specs, delay, DELAY_NS), WIDTH, columns, wire, transport, mail, exchanges,
+                      caps.programmatic_edges, seed)  # fmt: skip
+        digest, times, launches = hashlib.sha256(), [], []
         for _ in range(replays):
-            begin = time.perf_counter()
-            graph.launch(pair[0])
-            for device in pair:
-                device.synchronize()
-            times.append(time.perf_counter() - begin)
-            if exchange.lost():
-                raise DeviceError(f"transport {transport}: a rank gave up waiting for the other")
-            for i in range(exchanges):
-                want = bf16_round((-total if i % 2 else total) + want)
-            for rank, device in enumerate(pair):
-                raw = device.download(places[rank]["b" if exchanges % 2 else "a"], 2 * words)
+            seconds, launch = chain.replay()
+            times.append(seconds)
+            launches.append(launch)
+            found = chain.results()
+            if problem := chain.problem(found):
+                raise DeviceError(f"transport {transport}: {problem}")
+            for raw in found:
                 digest.update(raw.tobytes())
-                if not np.array_equal((raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32), want.reshape(-1)):
-                    raise DeviceError(f"transport {transport}: rank {rank} computed a wrong value")
-            if exchanges % 2:  # the next replay starts from buffer a
-                for rank, device in enumerate(pair):
-                    device.upload(places[rank]["a"], (np.ascontiguousarray(want).view(np.uint32) >> 16).astype(np.uint16))
-        nbytes = columns * WIDTH * (2 if wire == "bf16" else 4)
-        case = f"exchange {transport} {nbytes // 1024} KiB x{exchanges} unfused devices {devices[0]},{devices[1]}"
-        return ExchangeRow(case, transport, nbytes, statistics.median(times) / exchanges * 1e6, digest.hexdigest())
+        nbytes = types["partial"].nbytes
+        return ExchangeRow(_case(transport, nbytes, exchanges, "unfused", devices), transport, nbytes,
+                           statistics.median(times) / exchanges * 1e6, digest.hexdigest(), statistics.median(launches) * 1e6)
     finally:
-        if graph is not None:
-            graph.close()
-        for device, address_ in opened:
-            device.release(address_)
-        if exchange is not None:
-            exchange.close()
+        if chain is not None:
+            chain.close()
         if modules is not None:
             modules.close()
         for device in pair:
             device.close()
 
 
-def run(devices: Sequence[int], columns: Sequence[int] = (1, 4, 8, 64)) -> Iterator[ExchangeRow]:
-    """Rows of ``ninferc bench exchange --devices A,B``: every transport the pair has, both wires."""
-    for transport in TRANSPORTS:
-        for wire in ("f32", "bf16"):
-            for count in columns:
-                try:
-                    yield bench(devices, count, wire, transport)
-                except DeviceError as error:
-                    if transport != PEER or "cannot reach" not in str(error):
-                        raise
+class _Products:
+    """A chain of ``count`` links product, exchange and residual, norm on both ranks; ``how``: fused (the product sends its
+    sums), unfused, or without (the product adds the residual, as one rank alone does)."""
+
+    def __init__(self, columns: int, count: int, caps: DeviceCaps) -> None:
+        self.columns, self.count, self.caps = columns, count, caps
+        self._packed: list[PackedArgs] = []
+
+    def place(self, chain: Chain, specs: Sequence[KernelSpec]) -> None:
+        """Weights, activations and scratch beside what ``chain`` holds already; its graph is not used."""
+        self.chain, columns = chain, self.columns
+        rng = np.random.default_rng(5)
+        row = np.zeros((columns, WIDTH), np.uint16)
+        for rank in (0, 1):
+            w = bf16_bits(rng.standard_normal((WIDTH, INNER), dtype=np.float32) / 8)
+            x, wide = bf16_bits(np.ones((columns, WIDTH), np.float32)), np.zeros((columns, WIDTH), np.float32)
+            data: dict[str, Array] = {"w_codes": w, "start": x, "n": x, "partial": wide, "r": row, "s": row}
+            data |= {f"{spec.entry}.{name}": np.zeros(nbytes, np.uint8) for spec in specs
+                     for name, nbytes in spec.scratch.items()}  # fmt: skip
+            chain.places[rank] |= {name: chain.allocate(rank, array) for name, array in data.items()}
+
+    def specs(self, how: str) -> list[tuple[KernelSpec, ...]]:
+        """Per rank: the product, and what stands behind it."""
+        epilogue = {"fused": "push_f32", "unfused": "store_f32", "without": "residual"}[how]
+        product = Product("BF16", WIDTH, INNER, self.columns, 1, epilogue)
+        first = spec_of(product, choose(product, self.caps), self.caps)
+        row = TensorType((self.columns, WIDTH), "bf16")
+        norm = Op("rmsnorm", {"x": Ref("x"), "w": Ref("w")}, {"y": Ref("y")}, attrs={"eps": EPS})
+        if how == "without":
+            return [(first, rmsnorm_spec(norm, {"x": row, "y": row}, self.caps))] * 2
+        types = _types(self.columns, "f32")
+        return [(first, residual_spec(_op(rank, "f32", how == "fused"), types, self.caps, norm)) for rank in (0, 1)]
+
+    def graph(self, how: str, specs: list[tuple[KernelSpec, ...]], begin: KernelSpec, modules: Modules) -> GraphPhase:
+        channel, places = self.chain.exchange, self.chain.places
+        calls = [make_call(rank, rank, begin, 0, places[rank], {"count": self.count}, channel, "exchange_begin")
+                 for rank in (0, 1)]  # fmt: skip
+        for i in range(self.count):
+            odd = i % 2
+            for step in (0, 1):
+                for rank in (0, 1):
+                    mine = places[rank]
+                    old, new = mine["s" if odd else "r"], mine["r" if odd else "s"]
+                    product = {"x": mine["n"], "w_codes": mine["w_codes"], "residual": old,
+                               "y": new if how == "without" else mine["partial"]}  # fmt: skip
+                    behind = {"x": new, "w": mine["norm_w"], "y": mine["n"]} if how == "without" else {
+                        "partial": mine["partial"], "residual": old, "y": new, "normed": mine["n"]}  # fmt: skip
+                    own = {name: mine[name] for name in ("sequence", "step", "norm_w")}
+                    spec = specs[rank][step]
+                    scratch = {name: mine[f"{spec.entry}.{name}"] for name in spec.scratch}
+                    numbers: dict[str, int | float] = {name: WIDTH for name in spec.args if name.endswith("_stride")}
+                    numbers |= {"columns": self.columns, "ordinal": i, "eps": EPS}
+                    kind = "exchange_residual" if step and how != "without" else "linear"
+                    calls.append(make_call(len(calls), rank, spec, i, own | scratch | (behind if step else product), numbers,
+                                           channel, kind))  # fmt: skip
+        phase = Phase("fused exchange benchmark", "decode", 1, self.columns, tuple(calls), {}, {})
+        packed = [PackedArgs(item.args, self.chain.address) for item in calls]
+        self._packed += packed
+        nbytes = 4 * WIDTH * self.columns
+        staging = Staging(channel, self.chain.address, lambda op: nbytes) if channel.transport == STAGED else None
+        return GraphPhase(phase, modules, packed, self.chain.devices, self.caps.programmatic_edges, staging)
+
+    def reset(self) -> None:
+        """The same start for every replay."""
+        for rank, device in enumerate(self.chain.devices):
+            nbytes = 2 * WIDTH * self.columns
+            device.upload(self.chain.places[rank]["n"], device.download(self.chain.places[rank]["start"], nbytes))
+            device.upload(self.chain.places[rank]["r"], np.zeros(nbytes, np.uint8))
+
+    def results(self) -> list[Array]:
+        last = "s" if self.count % 2 else "r"
+        return [device.download(self.chain.places[rank][last], 2 * WIDTH * self.columns)
+                for rank, device in enumerate(self.chain.devices)]  # fmt: skip
+
+
+def bench_fused(devices: Sequence[int], columns: int = 1, transport: str = PEER, exchanges: int = 128,
+                replays: int = 20) -> list[ExchangeRow]:  # fmt: skip
+    """What an exchange of ``columns`` columns adds to a graph of products [5120, 3072], residual and norm: sent by the product
+    (fused) and by a kernel of its own. Both give the same bits on both ranks, or DeviceError is raised."""
+    import time
+
+    pair, caps = _open(devices, transport)
+    modules: Modules | None = None
+    chain: Chain | None = None
+    graphs: list[GraphPhase] = []
+    try:
+        types, begin = _types(columns, "f32"), _begin(caps, exchanges)
+        bare = [residual_spec(_op(rank, "f32", False), types, caps) for rank in (0, 1)]
+        mail = Mail.of((_op(rank, "f32", pushed), types, spec) for pushed in (False, True) for rank, spec in enumerate(bare))
+        products = _Products(columns, exchanges, caps)
+        links = {how: products.specs(how) for how in ("without", "unfused", "fused")}
+        every = [spec for ranks in links.values() for both in ranks for spec in both]
+        modules = _load([begin, *bare, *every], pair, caps)
+        chain = Chain(pair, modules, Links(begin, bare), WIDTH, columns, "f32", transport, mail, 1, caps.programmatic_edges)
+        products.place(chain, every)
+        seconds, digests = {}, {}
+        for how, specs in links.items():
+            graph = products.graph(how, specs, begin, modules)
+            graphs.append(graph)
+            times, digest = [], hashlib.sha256()
+            for _ in range(replays):
+                products.reset()
+                start = time.perf_counter()
+                graph.launch(pair[0])
+                for device in pair:
+                    device.synchronize()
+                times.append(time.perf_counter() - start)
+                if chain.exchange.lost():
+                    raise DeviceError(f"transport {transport}: a rank gave up waiting for the other")
+                first, second = products.results()
+                if how != "without" and not np.array_equal(first, second):
+                    raise DeviceError(f"transport {transport}: the ranks differ in {int((first != second).sum())} bytes")
+                digest.update(first.tobytes())
+            seconds[how], digests[how] = statistics.median(times), digest.hexdigest()
+        if digests["fused"] != digests["unfused"]:
+            raise DeviceError(f"transport {transport}: sums sent by the product differ from those sent by the exchange")
+        nbytes = types["partial"].nbytes
+        return [ExchangeRow(_case(transport, nbytes, exchanges, label, devices), transport, nbytes,
+                            (seconds[how] - seconds["without"]) / exchanges * 1e6, digests[how])
+                for how, label in (("fused", "fused"), ("unfused", "unfused behind a product"))]  # fmt: skip
+    finally:
+        for graph in graphs:
+            graph.close()
+        if chain is not None:
+            chain.close()
+        if modules is not None:
+            modules.close()
+        for device in pair:
+            device.close()
+
+
+def run(devices: Sequence[int], columns: Sequence[int] = (1, 4, 8, 64), transports: Sequence[str] = TRANSPORTS,
+        exchanges: int = 128) -> Iterator[ExchangeRow]:  # fmt: skip
+    """Rows of ``ninferc bench exchange --devices A,B``: every transport the pair has; both wires, fused and not, and the
+    payload of a chunk of prefill (1024 columns of BF16)."""
+    for transport in transports:
+        if transport == PEER:
+            try:
+                pair, _ = _open(devices, PEER)
+            except DeviceError as error:
+                if transports == TRANSPORTS and "cannot reach" in str(error):
+                    continue
+                raise
+            for device in pair:
+                device.close()
+        for count in columns:
+            for wire in ("f32", "bf16"):
+                yield bench(devices, count, wire, transport, exchanges)
+            if count <= PUSH_COLUMNS:
+                yield from bench_fused(devices, count, transport, exchanges)
+        yield bench(devices, CHUNK, "bf16", transport, max(2, exchanges // 8), replays=5)
+
+
+__all__ = ["HOST", "ExchangeRow", "bench", "bench_fused", "run"]

@@ -12,13 +12,15 @@ from compiler.ir.op import Array
 from compiler.ir.types import DTYPE_BYTES, Kind
 from compiler.passes.schedule import CHANNEL
 from compiler.passes.shard import at
-from compiler.program.model import DEVICE_REGIONS, EGRESS, RING, WEIGHTS, Arg, Phase, Placement, Program
+from compiler.program.model import DEVICE_REGIONS, EGRESS, EXCHANGE, RING, WEIGHTS, Arg, Phase, Placement, Program
 from runtime.control import Ingress
 from runtime.cuda.device import Device, PinnedBuffer
 from runtime.cuda.driver import DeviceError
 from runtime.cuda.graph import EagerPhase, GraphPhase
-from runtime.cuda.modules import Modules, PackedArgs, describe
-from runtime.cuda.transport import STAGED, Exchange, Staging, choose, payload_bytes, slot_words
+from runtime.cuda.modules import Modules, PackedArgs
+from runtime.cuda.pointers import Span, check_pointers
+from runtime.cuda.self_test import choose
+from runtime.cuda.transport import STAGED, Exchange, Staging, mail_of, payload_bytes
 from runtime.vm.weights import WeightStore
 
 Progress = Callable[[int, int], None]
@@ -61,10 +63,11 @@ class CudaBackend:
                 device.synchronize()
             if program.tp > 1:
                 chosen = choose(program, self.modules, self.devices, transport)
-                self.exchange = Exchange(self.devices, slot_words(program), chosen)
+                self.exchange = Exchange(self.devices, mail_of(program), chosen)
+            spans = [self._spans(rank) for rank in range(program.tp)]
             self._args: list[PackedArgs] = []
             for name, phase in program.phases.items():
-                self._check_pointers(phase)
+                check_pointers(phase, spans, self.argument_address)
                 packed = [PackedArgs(self._complete(item.args), self.argument_address) for item in phase.calls]
                 self._args.extend(packed)
                 staging = self._staging(phase)
@@ -87,7 +90,7 @@ class CudaBackend:
         if len(ranks) > 1 and self.program.caps.sms * len(ranks) > info.sms:
             raise DeviceError(f"device {device.index} is to run {len(ranks)} ranks: a test mode, for programs compiled for "
                               f"{info.sms // len(ranks)} multiprocessors (this one: {self.program.caps.sms})")  # fmt: skip
-        need = sum(self.program.regions[rank].get(name, 0) for name in DEVICE_REGIONS for rank in ranks)
+        need = sum(self.program.regions[rank].get(name, 0) for name in (*DEVICE_REGIONS, EXCHANGE) for rank in ranks)
         if need > info.free:
             raise DeviceError(f"device {device.index} ({info.name}): {need / 2**30:.2f} GiB are needed, "
                               f"{info.free / 2**30:.2f} GiB are free; lower --max-context or --max-concurrency")  # fmt: skip
@@ -110,12 +113,11 @@ class CudaBackend:
         packed = [PackedArgs(self._complete(item.args), address_of) for item in phase.calls]
         return GraphPhase(phase, modules, packed, self.devices, self.program.caps.programmatic_edges, self._staging(phase))
 
-    def _check_pointers(self, phase: Phase) -> None:
-        """Every pointer of a rank's kernel lies in that rank's memory, the channel of an exchange apart."""
-        for item in phase.calls:
-            for arg in item.args:
-                if arg.kind == "pointer" and arg.rank != item.rank:
-                    raise DeviceError(f"{describe(item)}: argument {arg.name} of rank {item.rank} points to rank {arg.rank}")
+    def _spans(self, rank: int) -> dict[str, Span]:
+        """Memory that kernels of a rank may point into, by region."""
+        spans = {name: (base, base + self.program.regions[rank].get(name, 0)) for name, base in self._regions[rank].items()}
+        spans |= {name: (buffer.address, buffer.address + buffer.nbytes) for name, buffer in self._host.items()}
+        return spans | (self.exchange.spans(rank) if self.exchange is not None else {})
 
     def check(self) -> None:
         """Raise DeviceError when a rank gave up waiting for the other: nothing that was computed since may be used."""

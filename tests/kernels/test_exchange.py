@@ -13,7 +13,9 @@ from compiler.emit.arch import caps
 from compiler.emit.render import render
 from compiler.ir.op import Op, bf16_round
 from compiler.ir.types import Ref, TensorType
-from compiler.kernels.exchange import begin_spec, candidates_spec, merge_spec, residual_spec
+from compiler.kernels import exchange
+from compiler.kernels.control import rmsnorm_spec
+from compiler.kernels.exchange import Mail, begin_spec, candidates_spec, merge_spec, residual_spec
 from compiler.kernels.linear_columns import Product, Tile, choose, problem, spec_of
 from compiler.kernels.spec import KernelSpec
 from compiler.ops.exchange_begin import number
@@ -40,122 +42,237 @@ def launch(backend: Any, spec: KernelSpec, args: dict[str, Any]) -> None:
         backend.launch(spec, source, values)
 
 
-def residual_op(rank: int, wire: str, ordinal: int = 0) -> Op:
+def residual_op(rank: int, wire: str, ordinal: int = 0, pushed: bool = False) -> Op:
     refs = {name: Ref(name) for name in ("partial", "peer_1", "residual", "sequence", "step")}
-    return Op("exchange_residual", refs, {"y": Ref("y")}, attrs={"ordinal": ordinal, "wire": wire}, rank=rank)
+    return Op("exchange_residual", refs, {"y": Ref("y")}, attrs={"ordinal": ordinal, "wire": wire, "pushed": pushed}, rank=rank)
 
 
-def types_of(columns: int, width: int) -> dict[str, TensorType]:
-    wide, narrow = TensorType((columns, width), "f32"), TensorType((columns, width), "bf16")
-    return {"partial": wide, "peer_1": wide, "residual": narrow, "y": narrow}
+def types_of(columns: int, width: int, wire: str = "f32") -> dict[str, TensorType]:
+    partial, row = TensorType((columns, width), wire), TensorType((columns, width), "bf16")
+    return {"partial": partial, "peer_1": partial, "residual": row, "y": row}
+
+
+def stored(values: Array, wire: str) -> Array:
+    """``values`` (FP32) as a product stores them for the wire."""
+    return to_bf16(values) if wire == "bf16" else values.astype(np.float32)
 
 
 def as_words(values: Array, sequence: int, wire: str) -> Array:
     """The 8-byte words that carry ``values`` (FP32, flat)."""
-    low = values.astype(np.float32).view(np.uint32)
-    if wire == "bf16":
-        bits = to_bf16(values).astype(np.uint32)
-        low = bits[0::2] | bits[1::2] << 16
+    low = np.ascontiguousarray(stored(values, wire)).view(np.uint32)
     return low.astype(np.uint64) | np.uint64(sequence) << np.uint64(32)
 
 
-class Site:
-    """Buffers of one rank for one exchange of ``columns`` × ``width``."""
+class MailBox:
+    """Memory of one reader, by slot: words, numbers of slices, bytes."""
 
-    def __init__(self, columns: int, width: int, wire: str, base: int, transport: int, seed: int = 0) -> None:
+    def __init__(self, mail: Mail) -> None:
+        self.mail, self.array = mail, np.zeros(mail.size // 8, np.uint64)
+
+    def words(self, sequence: int) -> Array:
+        return self.array[sequence % 2 * self.mail.words :][: self.mail.words]
+
+    def lines(self, sequence: int) -> Array:
+        """One per slice, the word that counts."""
+        lines = self.array[2 * self.mail.words :][: 16 * self.mail.slices].reshape(2, self.mail.slices, 8)
+        return np.asarray(lines[sequence % 2, :, 0])
+
+    def bytes(self, sequence: int) -> Array:
+        return self.array.view(np.uint8)[self.mail.copied_to + sequence % 2 * self.mail.nbytes :][: self.mail.nbytes]
+
+
+class Site:
+    """Buffers of one rank for one exchange of ``columns`` × ``width``, over ``transport`` in ``form`` (words, slices)."""
+
+    def __init__(self, columns: int, width: int, wire: str, base: int, transport: int, ordinal: int = 0, seed: int = 0,
+                 parts: int = 1) -> None:  # fmt: skip
         rng = np.random.default_rng(seed)
         self.parts = [(rng.standard_normal((columns, width)) * 10.0 ** rng.integers(-3, 3, (columns, width))).astype(np.float32)
                       for _ in range(2)]  # fmt: skip
         # where the partial sums cancel, the order of the three terms decides every bit
         self.parts[1][:, ::3], self.parts[0][:, ::3] = -1e7 - self.parts[1][:, ::3], 1e7 + self.parts[1][:, ::3]
         self.residual = to_bf16(rng.standard_normal((columns, width)))
-        self.words = columns * width // (2 if wire == "bf16" else 1)
+        self.sequence, self.wire, self.transport = number(base, ordinal), wire, transport
+        nbytes = columns * width * (2 if wire == "bf16" else 4)
+        mail = Mail(nbytes // 4 + 4, columns * parts + 1, nbytes + 32)
+        self.inbox, self.outbox = MailBox(mail), MailBox(mail)
         self.args: dict[str, Any] = {
             "residual": self.residual, "residual_stride": width, "partial_stride": width, "y_stride": width,
             "y": np.full((columns, width), 0xFFFF, np.uint16), "norm_w": to_bf16(rng.standard_normal(width)),
             "normed": np.full((columns, width), 0xFFFF, np.uint16), "normed_stride": width, "rows": None,
-            "sequence": np.array([base, 0, 0, 0], np.uint32), "step": np.zeros(4, np.int32),
-            "outbox": np.zeros(2 * self.words, np.uint64), "inbox": np.zeros(2 * self.words, np.uint64),
-            "relay": np.zeros(2 * self.words, np.uint64), "hang": np.zeros(1, np.uint32), "transport": transport,
-            "slot_words": self.words}  # fmt: skip
+            "sequence": np.array([base, 0, 0, 0], np.uint32), "step": np.zeros(4, np.int32), "outbox": self.outbox.array,
+            "inbox": self.inbox.array, "hang": np.zeros(1, np.uint32), "transport": transport, "slot_words": mail.words,
+            "slot_slices": mail.slices, "slot_bytes": mail.nbytes}  # fmt: skip
 
-    def expected(self, wire: str) -> Array:
-        shown = [bf16_round(p) if wire == "bf16" else p for p in self.parts]
+    def put(self, rank: int) -> None:
+        """Own partial sums of ``rank``."""
+        self.args["partial"] = stored(self.parts[rank], self.wire)
+
+    def deliver(self, rank: int, form: str, columns: int | None = None) -> None:
+        """What the other rank sends to ``rank``: its first ``columns`` columns."""
+        theirs = self.parts[1 - rank][:columns]
+        raw = stored(theirs, self.wire).view(np.uint8).reshape(-1)
+        if self.transport == STAGED:
+            self.inbox.bytes(0)[: raw.size] = raw
+        elif form == "words":
+            self.inbox.words(self.sequence)[: raw.size // 4] = as_words(theirs.reshape(-1), self.sequence, self.wire)
+        else:
+            self.inbox.bytes(self.sequence)[: raw.size] = raw
+            self.inbox.lines(self.sequence)[: (self.inbox.mail.slices - 1) * len(theirs) // len(self.residual)] = (
+                np.uint64(self.sequence << 32))  # fmt: skip
+
+    def expected(self) -> Array:
+        shown = [bf16_round(p) if self.wire == "bf16" else p for p in self.parts]
         return to_bf16((shown[0] + shown[1]) + from_bf16(self.residual))
 
+    def sent(self, rank: int, form: str) -> Array:
+        """A mail box that holds what ``rank`` must send, and nothing else."""
+        box, mine = MailBox(self.outbox.mail), self.parts[rank]
+        if form == "words":
+            words = as_words(mine.reshape(-1), self.sequence, self.wire)
+            box.words(self.sequence)[: words.size] = words
+        elif form == "slices":
+            raw = stored(mine, self.wire).view(np.uint8).reshape(-1)
+            box.bytes(self.sequence)[: raw.size] = raw
+            box.lines(self.sequence)[:-1] = np.uint64(self.sequence << 32)
+        return box.array
 
-@pytest.mark.parametrize("transport", [PEER, HOST, STAGED], ids=["peer", "host", "staged"])
+
+@pytest.fixture
+def slices(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Chooses slices or words whatever the size."""
+    def choose_form(form: str) -> None:
+        monkeypatch.setattr(exchange, "WORDS_UP_TO", dict.fromkeys(("host", "peer"), 0 if form == "slices" else 1 << 30))
+    return choose_form  # fmt: skip
+
+
+NORM = Op("rmsnorm", {"x": Ref("x"), "w": Ref("w")}, {"y": Ref("n")}, attrs={"eps": EPS})
+FORMS = [(PEER, "words"), (PEER, "slices"), (HOST, "words"), (HOST, "slices"), (HOST, "sparing"), (PEER, "pushed"),
+         (STAGED, "words"), (STAGED, "slices")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("transport", "form"), FORMS, ids=lambda v: v if isinstance(v, str) else ("peer", "host", "staged")[v])
 @pytest.mark.parametrize("wire", ["f32", "bf16"])
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("columns", "width", "norm"), [(1, 128, False), (4, 256, True), (2, 2048, False)])
-def test_sum(kernel_backend: Any, transport: int, wire: str, rank: int, columns: int, width: int, norm: bool) -> None:
+@pytest.mark.parametrize(("columns", "width", "norm"), [(1, 128, False), (3, 640, True), (2, 2048, False)])
+def test_sum(kernel_backend: Any, slices: Any, monkeypatch: pytest.MonkeyPatch, transport: int, form: str, wire: str, rank: int,
+             columns: int, width: int, norm: bool) -> None:  # fmt: skip
+    if form == "pushed" and wire == "bf16":
+        pytest.skip("products push FP32")
     base, ordinal = (1 << 32) - 3, 4  # the number wraps
-    sequence = number(base, ordinal)
-    site = Site(columns, width, wire, base, transport)
-    site.args["partial"] = site.parts[rank]
-    theirs = site.parts[1 - rank].reshape(-1)
-    slot = sequence % 2 * site.words
-    if transport == STAGED:
-        site.args["inbox"] = np.zeros(columns * width + 4, np.float32)
-        site.args["inbox"][: theirs.size] = theirs
-    else:
-        site.args["inbox"][:] = as_words(theirs + 1, sequence - 1, wire).repeat(2)[: 2 * site.words]  # old words, other slot
-        site.args["inbox"][slot : slot + site.words] = as_words(theirs, sequence, wire)
-    norm_op = Op("rmsnorm", {"x": Ref("y"), "w": Ref("w")}, {"y": Ref("n")}, attrs={"eps": EPS}) if norm else None
-    spec = residual_spec(residual_op(rank, wire, ordinal), types_of(columns, width), caps(kernel_backend.arch), norm_op)
+    slices(form)
+    monkeypatch.setattr(exchange, "SPARING_FROM", 0 if form == "sparing" else 1 << 30)
+    target = kernel_backend.caps(sms=2 if norm else 132)  # few multiprocessors: a block walks over columns
+    spec = residual_spec(residual_op(rank, wire, ordinal, form == "pushed"), types_of(columns, width, wire), target,
+                         NORM if norm else None)  # fmt: skip
+    assert spec.grid[0] == (2 if width == 2048 else 1) and spec.grid[1] == (2 if norm else columns)
+    site = Site(columns, width, wire, base, transport, ordinal, parts=spec.grid[0])
+    site.inbox.words(site.sequence + 1)[:] = as_words(site.parts[0].reshape(-1)[:1], site.sequence - 1, "f32")[0]  # old words
+    site.inbox.lines(site.sequence + 1)[:] = np.uint64((site.sequence - 1) << 32)
+    site.put(rank)
+    site.deliver(rank, "slices" if form == "slices" else "words")
     launch(kernel_backend, spec, site.args)
-    want = site.expected(wire)
+    want = site.expected()
     assert np.array_equal(site.args["y"], want)
     assert site.args["step"][3] == 0 and site.args["hang"][0] == 0
-    if transport != STAGED:
-        sent = site.args["outbox"][slot : slot + site.words]
-        assert np.array_equal(sent, as_words(site.parts[rank].reshape(-1), sequence, wire))
-        assert not site.args["outbox"][(1 - sequence % 2) * site.words :][: site.words].any()
+    leaves = "nothing" if transport == STAGED or form == "pushed" else "slices" if form == "slices" else "words"
+    assert np.array_equal(site.outbox.array, site.sent(rank, leaves))
     if norm:
         x = from_bf16(want).astype(np.float64)
         normed = x / np.sqrt((x * x).mean(1, keepdims=True) + EPS) * (1 + from_bf16(site.args["norm_w"]))
         assert np.abs(from_bf16(site.args["normed"]) - normed).max() <= 2**-7 * np.abs(normed).max()
 
 
-def test_device_side_row_count(kernel_backend: Any) -> None:
+@pytest.mark.parametrize("columns", [1, 3])
+def test_the_norm_behind_has_the_bits_of_the_norm_alone(kernel_backend: Any, columns: int) -> None:
+    width = 1664  # an odd share of pairs for some threads
+    site = Site(columns, width, "f32", 6, PEER)
+    site.put(0)
+    site.deliver(0, "words")
+    target = kernel_backend.caps()
+    launch(kernel_backend, residual_spec(residual_op(0, "f32"), types_of(columns, width), target, NORM), site.args)
+    row = TensorType((columns, width), "bf16")
+    alone = np.full((columns, width), 0xFFFF, np.uint16)
+    launch(kernel_backend, rmsnorm_spec(NORM, {"x": row, "y": row}, target), {
+        "x": site.args["y"], "x_stride": width, "w": site.args["norm_w"], "y": alone, "y_stride": width,
+        "eps": EPS})  # fmt: skip
+    assert np.array_equal(site.args["normed"], alone)
+
+
+@pytest.mark.parametrize("form", ["words", "slices"])
+def test_device_side_row_count(kernel_backend: Any, slices: Any, form: str) -> None:
     """Prefill: columns past the count are neither sent nor awaited nor written."""
-    site = Site(4, 128, "f32", 2, PEER)
-    site.args |= {"partial": site.parts[0], "rows": np.array([2], np.int32)}
-    half = as_words(site.parts[1][:2].reshape(-1), 2, "f32")
-    site.args["inbox"][: half.size] = half
-    launch(kernel_backend, residual_spec(residual_op(0, "f32"), types_of(4, 128), caps(kernel_backend.arch)), site.args)
-    assert np.array_equal(site.args["y"][:2], site.expected("f32")[:2]) and np.all(site.args["y"][2:] == 0xFFFF)
-    assert not site.args["outbox"][half.size : site.words].any()
+    slices(form)
+    site = Site(4, 128, "bf16", 2, PEER)
+    site.put(0)
+    site.args["rows"] = np.array([2], np.int32)
+    site.deliver(0, form, 2)
+    spec = residual_spec(residual_op(0, "bf16"), types_of(4, 128, "bf16"), kernel_backend.caps())
+    launch(kernel_backend, spec, site.args)
+    assert np.array_equal(site.args["y"][:2], site.expected()[:2]) and np.all(site.args["y"][2:] == 0xFFFF)
+    assert not site.outbox.words(2)[128:].any() and not site.outbox.bytes(2)[512:].any() and not site.outbox.lines(2)[2:].any()
 
 
-@pytest.mark.parametrize("case", ["a word with an old number", "another rank gave up"])
-def test_lost_peer(kernel_backend: Any, case: str) -> None:
-    """A word that keeps an old number is never taken for data: the fault word and the hang word are set."""
+@pytest.mark.parametrize("case", ["a word with an old number", "a slice with an old number", "another rank gave up"])
+def test_lost_peer(kernel_backend: Any, slices: Any, case: str) -> None:
+    """A word or slice that keeps an old number is never taken for data: the fault word and the hang word are set."""
+    form = "slices" if "slice" in case else "words"
+    slices(form)
     site = Site(1, 128, "f32", 6, PEER)
-    words = as_words(site.parts[1].reshape(-1), 6, "f32")
-    words[77] = as_words(site.parts[1].reshape(-1), 4, "f32")[77]
-    site.args["inbox"][: site.words] = words
-    site.args["partial"] = site.parts[0]
-    if case != "a word with an old number":
+    site.put(0)
+    site.deliver(0, form)
+    if form == "words":
+        site.inbox.words(6)[77] = as_words(site.parts[1].reshape(-1), 4, "f32")[77]
+    else:
+        site.inbox.lines(6)[0] = np.uint64(4 << 32)
+    if case == "another rank gave up":
         site.args["hang"][0] = 1
-    launch(kernel_backend, residual_spec(residual_op(0, "f32"), types_of(1, 128), caps(kernel_backend.arch)), site.args)
+    launch(kernel_backend, residual_spec(residual_op(0, "f32"), types_of(1, 128), kernel_backend.caps()), site.args)
     assert site.args["step"][3] == DeviceFault.EXCHANGE and site.args["hang"][0] == 1
+    assert not np.array_equal(site.args["y"], site.expected())
 
 
-def test_a_fault_ends_every_later_wait(kernel_backend: Any) -> None:
+@pytest.mark.parametrize("form", ["words", "slices"])
+def test_a_fault_ends_every_later_wait(kernel_backend: Any, slices: Any, form: str) -> None:
     """After a fault nothing is sent, so the peer cannot go on with half a replay either."""
+    slices(form)
     site = Site(2, 128, "f32", 6, PEER)
-    site.args["partial"] = site.parts[0]
+    site.put(0)
     site.args["step"][3] = DeviceFault.EXCHANGE
-    launch(kernel_backend, residual_spec(residual_op(0, "f32"), types_of(2, 128), caps(kernel_backend.arch)), site.args)
-    assert not site.args["outbox"].any() and site.args["hang"][0] == 0
+    launch(kernel_backend, residual_spec(residual_op(0, "f32"), types_of(2, 128), kernel_backend.caps()), site.args)
+    assert not site.outbox.array.any() and site.args["hang"][0] == 0
+
+
+def test_large_payloads_travel_as_slices() -> None:
+    """By payload and transport; both ranks and every number of multiprocessors decide alike."""
+    found = {}
+    for columns, wire in ((1, "f32"), (2, "f32"), (3, "bf16"), (12, "f32"), (13, "f32"), (1024, "bf16")):
+        forms = set()
+        for rank, sms in ((0, 66), (1, 66), (0, 132), (1, 132)):
+            spec = residual_spec(residual_op(rank, wire), types_of(columns, 5120, wire), caps("sm_90a", sms=sms))
+            forms.add((spec.params["host_slices"], spec.params["peer_slices"]))
+        assert len(forms) == 1
+        found[columns] = forms.pop()
+    assert found == {1: (False, False), 2: (True, False), 3: (False, False), 12: (True, False), 13: (True, True),
+                     1024: (True, True)}  # fmt: skip
+    pushed = residual_spec(residual_op(0, "f32", pushed=True), types_of(8, 5120), caps("sm_90a"))
+    assert not pushed.params["host_slices"] and pushed.params["sparing"] and pushed.grid == (5, 8, 1)
+
+
+def test_mail_holds_every_form() -> None:
+    """Room for words, lines and bytes of the largest exchange, none shared."""
+    wide = [(residual_op(0, "bf16"), types_of(1024, 5120, "bf16")), (residual_op(0, "f32", pushed=True), types_of(8, 5120)),
+            (residual_op(0, "f32"), types_of(4, 5120))]  # fmt: skip
+    mail = Mail.of((op, types, residual_spec(op, types, caps("sm_90a"), NORM)) for op, types in wide)
+    assert mail == Mail(8 * 5120, 1024, 1024 * 5120 * 2)
+    assert mail.size == 2 * (8 * 5120 * 8 + 1024 * 64 + 10 * 1024 * 1024) and mail.copied_to == mail.size - 2 * mail.nbytes
 
 
 @pytest.mark.parametrize("start", [0, 5, (1 << 32) - 2])
 def test_begin(kernel_backend: Any, start: int) -> None:
     sequence = np.array([0, start, 0, 0], np.uint32)
     op = Op("exchange_begin", {}, {}, {"sequence": Ref("sequence")}, {"count": 9})
-    launch(kernel_backend, begin_spec(op, caps(kernel_backend.arch)), {"sequence": sequence})
+    launch(kernel_backend, begin_spec(op, kernel_backend.caps()), {"sequence": sequence})
     assert list(sequence[:2]) == [max(start, 2), number(max(start, 2), 9)]
 
 
@@ -169,7 +286,7 @@ def test_greedy_ties_take_the_lowest_row(kernel_backend: Any, transport: int, ra
     logits[1, [96, 120]] = 7.0
     logits[1, 191] = 99.0  # a padded row
     logits[2, [3, 100]] = np.nan, 4.0
-    arch = caps(kernel_backend.arch)
+    arch = kernel_backend.caps()
     tables: dict[str, Any] = {"lane_sampling": np.zeros((rows, 8), np.int32), "run_slot": np.zeros(rows, np.int32),
                               "run_ncols": np.ones(rows, np.int32), "token_counts": np.zeros((1, 2 * share), np.int32),
                               "pf_control": None, "run_len": np.ones(rows, np.int32),
@@ -185,19 +302,24 @@ def test_greedy_ties_take_the_lowest_row(kernel_backend: Any, transport: int, ra
         launch(kernel_backend, spec, tables | scratch | {"logits": to_bf16(logits[:, half * share : half * share + share]),
                                                          "logits_stride": share, "candidates": out})  # fmt: skip
         lists.append(out)
-    words = lists[0].size
-    inbox = np.zeros(2 * words, np.uint64)
+    mail = Mail(128, 1, 1024)
+    inbox, outbox = MailBox(mail), MailBox(mail)
+    theirs = lists[1 - rank].reshape(-1)
     if transport == STAGED:
-        inbox = lists[1 - rank].reshape(-1).copy()
+        inbox.bytes(0)[: 4 * theirs.size] = theirs.view(np.uint8)
     else:
-        inbox[words:] = as_words(lists[1 - rank].reshape(-1), 3, "f32")
+        inbox.words(3)[: theirs.size] = as_words(theirs, 3, "f32")
     op = Op("sample_merge", {n: Ref(n) for n in ("candidates", "peer_1")}, {"token": Ref("t")}, attrs={"ordinal": 1}, rank=rank)
     spec = merge_spec(op, {"candidates": TensorType(lists[0].shape, "f32")}, rows, 1, arch)
     token = np.full(rows, -1, np.int32)
     launch(kernel_backend, spec, tables | {
         "candidates": lists[rank], "token": token, "sequence": np.array([2, 0, 0, 0], np.uint32), "step": np.zeros(4, np.int32),
-        "outbox": np.zeros(2 * words, np.uint64), "inbox": inbox, "relay": np.zeros(2 * words, np.uint64),
-        "hang": np.zeros(1, np.uint32), "transport": transport, "slot_words": words})  # fmt: skip
+        "outbox": outbox.array, "inbox": inbox.array, "hang": np.zeros(1, np.uint32), "transport": transport,
+        "slot_words": mail.words, "slot_slices": mail.slices, "slot_bytes": mail.nbytes})  # fmt: skip
+    sent = MailBox(mail)
+    if transport != STAGED:
+        sent.words(3)[: theirs.size] = as_words(lists[rank].reshape(-1), 3, "f32")
+    assert np.array_equal(outbox.array, sent.array)
     assert token.tolist() == [50, 96, 100]
 
 
@@ -212,7 +334,7 @@ def test_a_product_sends_what_it_stores(kernel_backend: Any, format: str, n: int
                                         case: str) -> None:  # fmt: skip
     """Every partial sum leaves as one word as well, of the exchange's number, none twice and none for rows that do not exist;
     nothing leaves where copies carry the sums or after the peer was lost."""
-    rng, target, base, ordinal = np.random.default_rng(5), caps(kernel_backend.arch, sms=3), (1 << 32) - 3, 4
+    rng, target, base, ordinal = np.random.default_rng(5), kernel_backend.caps(sms=3), (1 << 32) - 3, 4
     weights, x = random_weights(rng, format, n, k), to_bf16(rng.standard_normal((columns, k)))
     stored = Product(format, n, k, columns, 2 if tile else 1, "store_f32")
     outputs = []

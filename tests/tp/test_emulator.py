@@ -1,12 +1,16 @@
-"""The kernels of both ranks on the emulator (staged transport): the tokens and states of one rank."""
+"""The kernels of both ranks on the emulator, over every transport: the tokens and states of one rank."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
+from compiler.driver import CompileOptions, compile_program
+from compiler.emit.arch import caps
+from compiler.kernels import exchange
 from runtime.session import Request, Sampling, Session
 from tests import models
 from tests.emulator import toolchain
@@ -14,15 +18,45 @@ from tests.emulator_backend import EmulatorBackend
 
 pytestmark = pytest.mark.skipif(bool(toolchain.missing_reason()), reason=str(toolchain.missing_reason()))
 OPTIONS: dict[str, Any] = {"max_context": 128, "prefill_chunk": 128, "pairs": ((1, 1), (1, 4))}
+SAMPLED = Sampling(0.9, 0.95, 20, 0.0, 1.0, 0.2, seed=3)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 0.95, 20, 0.0, 1.0, 0.2, seed=3)], ids=["greedy", "sampled"])
-def test_two_ranks_equal_one(sampling: Sampling) -> None:
-    runs = []
-    for tp in (1, 2):
-        backend = EmulatorBackend(models.program("dense-small", "bf16", tp=tp, **OPTIONS), models.store("dense-small", "bf16"))
-        tokens = [e.token for e in Session(backend, prefill="none", columns=4).generate(
-            Request(list(range(3, 10)), 3, sampling=sampling))]  # fmt: skip
-        state = np.concatenate([backend.read("recurrent1", rank) for rank in range(tp)], axis=1)
-        runs.append((tokens, state[0].tobytes()))
-    assert runs[0] == runs[1]
+def run(tp: int, sampling: Sampling, transport: str = "staged", columns: int = 4, prefill: str = "none",
+        **options: Any) -> tuple[list[int], bytes]:  # fmt: skip
+    artifact = models.artifact("dense-small")
+    program = compile_program(artifact, caps("sm_90a", sms=6), CompileOptions(tp=tp, **(OPTIONS | options)), images=False)
+    backend = EmulatorBackend(program, models.store("dense-small", "bf16"), transport=transport)
+    session = Session(backend, prefill=prefill, columns=columns)
+    tokens = [e.token for e in session.generate(Request(list(range(3, 10)), 3, sampling=sampling))]
+    state = np.concatenate([backend.read("recurrent1", rank) for rank in range(tp)], axis=1)
+    return tokens, state[0].tobytes()
+
+
+@cache
+def alone(sampled: bool) -> tuple[list[int], bytes]:
+    return run(1, SAMPLED if sampled else Sampling())
+
+
+@pytest.mark.parametrize(("sampled", "transport"), [(False, "peer"), (True, "peer"), (True, "host"), (True, "staged")])
+def test_two_ranks_equal_one(sampled: bool, transport: str) -> None:
+    """Products push their sums; both ranks' words, mail and sequence numbers are checked at every exchange."""
+    assert run(2, SAMPLED if sampled else Sampling(), transport) == alone(sampled)
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+def test_unfused_exchanges_give_the_same_bits(columns: int) -> None:
+    assert run(2, SAMPLED, "peer", columns, fused=False) == alone(True)
+
+
+def test_slices_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every exchange of the residual stream as slices of bytes, as large ones are."""
+    monkeypatch.setattr(exchange, "WORDS_UP_TO", {"host": 0, "peer": 0})
+    assert run(2, SAMPLED, "host", fused=False) == alone(True)
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30], ids=["slices", "words"])
+def test_prefill_chunks_of_two_ranks(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """A chunk of fewer rows than its kernels have room for: rows past the count are neither sent nor awaited."""
+    monkeypatch.setattr(exchange, "WORDS_UP_TO", {"host": limit, "peer": limit})
+    results = [run(2, Sampling(), transport, prefill="chunks") for transport in ("host", "staged")]
+    assert results[0] == results[1]

@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 
+from compiler.kernels.exchange import KINDS
 from compiler.program.model import Phase
 from tests import models
 
-OPTIONS: dict[str, Any] = {"max_context": 256, "prefill_chunk": 128, "pairs": ((1, 1), (1, 4))}
+OPTIONS: dict[str, Any] = {"max_context": 256, "prefill_chunk": 128, "pairs": ((1, 1), (1, 4), (1, 16))}
+PUSHED = ("decode1x1", "decode1x4")
 
 
-def ordinals(phase: Phase, rank: int) -> tuple[list[int], list[int]]:
-    """Of a rank, in schedule order: the ordinals its kernels get, and the counts that are reserved."""
-    used, reserved = [], []
+def ordinals(phase: Phase, rank: int) -> tuple[list[int], list[int], list[int]]:
+    """Of a rank, in schedule order: the ordinals its exchanges get, those that its products push, the counts reserved."""
+    used: list[int] = []
+    pushed: list[int] = []
+    reserved: list[int] = []
     for call in phase.calls:
         if call.rank != rank:
             continue
@@ -25,16 +29,25 @@ def ordinals(phase: Phase, rank: int) -> tuple[list[int], list[int]]:
         for op in call.ops:
             if "ordinal" in op.attrs:
                 assert passed["ordinal"] == op.int_attr("ordinal")
-                used.append(op.int_attr("ordinal"))
+                (used if op.kind in KINDS else pushed).append(op.int_attr("ordinal"))
+                if op.kind == "exchange_residual":
+                    assert op.attrs["pushed"] == (op.attrs["ordinal"] in pushed), "sent twice or never"
             elif op.kind == "exchange_begin":
                 reserved.append(op.int_attr("count"))
-    return used, reserved
+    return used, pushed, reserved
 
 
-@pytest.mark.parametrize("phase", ["decode1x1", "decode1x4", "prefill", "score"])
+@pytest.mark.parametrize("phase", ["decode1x1", "decode1x4", "decode1x16", "prefill", "score"])
 def test_every_exchange_has_its_own_number(phase: str) -> None:
     program = models.program("dense-small", "bf16", tp=2, **OPTIONS)
-    used, reserved = ordinals(program.phases[phase], 0)
+    used, pushed, reserved = ordinals(program.phases[phase], 0)
     assert used and used == list(range(len(used)))
     assert reserved == [len(used)]
-    assert ordinals(program.phases[phase], 1) == (used, reserved)
+    assert pushed == (used[:-1] if phase in PUSHED else [])  # the last one is the choice of the token
+    assert ordinals(program.phases[phase], 1) == (used, pushed, reserved)
+
+
+@pytest.mark.parametrize("options", [{"fused": False}, {"exchange": "bf16"}], ids=str)
+def test_products_push_only_what_they_can(options: dict[str, Any]) -> None:
+    program = models.program("dense-small", "bf16", tp=2, **OPTIONS, **options)
+    assert all(ordinals(phase, 0)[1] == [] for phase in program.phases.values())

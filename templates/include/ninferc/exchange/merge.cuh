@@ -8,7 +8,7 @@ namespace ninferc::exchange {
 constexpr u32 merge_threads = 64;
 
 // grid (1, rows): rows are lanes, each with its last column (`last_rows`), or columns. Rows that do not run are exchanged too:
-// the reader of the host transport expects them.
+// their block on the other rank waits for them.
 template <u32 width, bool last_rows>
 NINFERC_DEVICE void merge(const Channel& channel, const f32* candidates, const i32* lane_sampling, const i32* run_len,
                           const i32* run_ncols, const i32* lane_prompt_len, const i32* pf_control, i32* token) {
@@ -21,17 +21,14 @@ NINFERC_DEVICE void merge(const Channel& channel, const f32* candidates, const i
   const f32* own = candidates + u64(row) * words;
   if (i < words) values[0][i] = ld_global<f32>(own + i);
   if (channel.transport == transport_staged) {
-    if (i < words) values[1][i] = ld_global<f32>(reinterpret_cast<const f32*>(channel.inbox) + u64(row) * words + i);
-  } else {
-    if (i < pairs) channel.send(row * pairs + i, ld_global<u32>(own + 2 * i), ld_global<u32>(own + 2 * i + 1));
-    if (channel.transport == transport_host && row == 0) channel.republish(gridDim.y * pairs);
-    if (i < pairs) {
-      const u64* at = channel.source() + 2 * u64(row * pairs + i);
-      u64x2 pair = channel.probe(at);
-      if (!channel.wait(at, pair)) pair = u64x2{0, 0};
-      values[1][2 * i] = bits_float(u32(pair.x));
-      values[1][2 * i + 1] = bits_float(u32(pair.y));
-    }
+    if (i < words) values[1][i] = ld_global<f32>(channel.received_bytes() + (u64(row) * words + i) * 4);
+  } else if (i < pairs) {
+    const u64 at = u64(row) * words + 2 * i;
+    channel.send(at, u64x2{channel.word(ld_global<u32>(own + 2 * i)), channel.word(ld_global<u32>(own + 2 * i + 1))});
+    u64x2 pair[1];
+    receive(channel, channel.words(channel.inbox) + at, 0, 1, false, pair);
+    values[1][2 * i] = bits_float(u32(pair[0].x));
+    values[1][2 * i + 1] = bits_float(u32(pair[0].y));
   }
   sync_block();
   u64 key = 0;

@@ -1,121 +1,189 @@
 // Partial sums of two ranks, added in rank order with the residual and rounded once; optionally the norm of the result
 // (compiler/ops/exchange_residual.py).
 #pragma once
+#include <ninferc/base/warp.cuh>
 #include <ninferc/exchange/channel.cuh>
 #include <ninferc/norm/rmsnorm.cuh>
 
 namespace ninferc::exchange {
 
-constexpr u32 residual_threads = 256;  // what rmsnorm_row is made for
+constexpr u32 residual_threads = rmsnorm_threads;
+
+template <bool condition, class A, class B> struct Either { using type = A; };
+template <class A, class B> struct Either<false, A, B> { using type = B; };
 
 struct Rows {
-  const f32* partial;
+  const void* partial;  // FP32, or bf16 when that is what travels
   const bf16* residual;
   bf16* y;
   u32 partial_stride, residual_stride, y_stride, columns;
 };
+struct NormRows {
+  bf16* y;
+  u32 y_stride;
+  f32 eps;
+};
+// What a block does: part of the columns column, column + columns_step, ... `sender`: it only sends slices.
+struct Site {
+  u32 part, column, columns_step;
+  bool sender;
+};
 
-NINFERC_DEVICE f32 through_bf16(f32 value) { return bf16_to_f32(f32_to_bf16(value)); }
+// Config: width; parts (blocks of one column); half (bf16 travels); first_rank; norm (of the result, parts = 1); pushed (the
+// product that made the partial sums has sent them, as words); host_slices, peer_slices (the payload travels as slices there);
+// sparing (so many words that failed probes of host memory would hold up the data).
+template <class Config>
+struct ResidualShape : Config {
+  static constexpr u32 pairs = Config::width / 2 / Config::parts;  // pairs of values of one block
+  static constexpr u32 rounds = ceil_div(pairs, residual_threads);
+  static constexpr u32 pair_bytes = Config::half ? 4 : 8;
+  static constexpr u32 bytes = pairs * pair_bytes;  // of a slice
+  static constexpr bool slices = Config::host_slices || Config::peer_slices;
+  static constexpr bool words = !(Config::host_slices && Config::peer_slices);
+  using Pair = typename Either<Config::half, u32, f32x2>::type;   // as it lies in memory
+  using Words = typename Either<Config::half, u64, u64x2>::type;  // as it travels in words
+  static_assert(Config::width % (2 * Config::parts) == 0 && (!Config::norm || Config::parts == 1));
+  static_assert(!Config::pushed || (!Config::half && !slices), "products push words of FP32");
 
-// Four neighbouring values are one unit: four words of FP32, or two of packed bf16.
-template <bool half>
-NINFERC_DEVICE void send_unit(const Channel& channel, u32 unit, const f32x4& v) {
-  if constexpr (half) {
-    channel.send(unit, pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w));
-  } else {
-    channel.send(2 * unit, float_bits(v.x), float_bits(v.y));
-    channel.send(2 * unit + 1, float_bits(v.z), float_bits(v.w));
+  static NINFERC_DEVICE bool in_slices(u32 transport) {
+    return transport == transport_host ? Config::host_slices : transport == transport_peer && Config::peer_slices;
   }
-}
+  static NINFERC_DEVICE f32x2 values(const Pair& pair) {
+    if constexpr (Config::half) return unpack_bf16x2(pair);
+    else return pair;
+  }
+  static NINFERC_DEVICE Pair pair_of(const Words& words) {
+    if constexpr (Config::half) return u32(words);
+    else return f32x2{bits_float(u32(words.x)), bits_float(u32(words.y))};
+  }
+  static NINFERC_DEVICE Words words_of(const Channel& channel, const Pair& pair) {
+    if constexpr (Config::half) return channel.word(pair);
+    else return u64x2{channel.word(float_bits(pair.x)), channel.word(float_bits(pair.y))};
+  }
+  static NINFERC_DEVICE const u8* partial(const Rows& rows, const Site& site, u32 column) {
+    return static_cast<const u8*>(rows.partial) + (u64(column) * rows.partial_stride / 2 + site.part * pairs) * pair_bytes;
+  }
+  // Of this block's part of a column, counted in pairs from the first of the exchange.
+  static NINFERC_DEVICE u64 place(const Site& site, u32 column) {
+    return u64(column) * (Config::width / 2) + site.part * pairs;
+  }
+};
 
-template <bool half, u32 batch>
-NINFERC_DEVICE void receive_units(const Channel& channel, u32 first_unit, u32 step, u32 count, f32x4 (&v)[batch]) {
-  constexpr u32 pairs = half ? 1 : 2;
-  const u64* from = channel.source();
-  u64x2 words[batch][pairs];
+// All slices of a block, one after the other; it waits for nothing.
+template <class S>
+NINFERC_DEVICE void send_slices(const Channel& channel, const Rows& rows, const Site& site) {
+  using Piece = typename Either<S::bytes % 16 == 0, u32x4, u32>::type;
+  constexpr u32 pieces = S::bytes / sizeof(Piece), batch = 4;
+  for (u32 column = site.column; column < rows.columns; column += site.columns_step) {
+    const u8* from = S::partial(rows, site, column);
+    u8* to = channel.sent_bytes() + S::place(site, column) * S::pair_bytes;
+    for (u32 first = threadIdx.x; first < pieces; first += batch * residual_threads) {
+      Piece held[batch];
 #pragma unroll
-  for (u32 j = 0; j < batch; ++j) {
-#pragma unroll
-    for (u32 i = 0; i < pairs; ++i) {
-      if (j < count) words[j][i] = channel.probe(from + 2 * (u64(first_unit + j * step) * pairs + i));
-    }
-  }
-#pragma unroll
-  for (u32 j = 0; j < batch; ++j) {
-    if (j >= count) continue;
-#pragma unroll
-    for (u32 i = 0; i < pairs; ++i) {
-      if (!channel.wait(from + 2 * (u64(first_unit + j * step) * pairs + i), words[j][i])) words[j][i] = u64x2{0, 0};
-    }
-    if constexpr (half) {
-      const f32x2 low = unpack_bf16x2(u32(words[j][0].x)), high = unpack_bf16x2(u32(words[j][0].y));
-      v[j] = f32x4{low.x, low.y, high.x, high.y};
-    } else {
-      v[j] = f32x4{bits_float(u32(words[j][0].x)), bits_float(u32(words[j][0].y)), bits_float(u32(words[j][1].x)),
-                   bits_float(u32(words[j][1].y))};
-    }
-  }
-}
-
-// grid (parts, columns or fewer): block (p, c) takes part p of the columns c, c + gridDim.y, ... Every block sends all it has
-// before it waits, and all blocks are resident, so no order of blocks can lock the ranks against each other.
-template <u32 width, u32 parts, bool half, bool first_rank>
-NINFERC_DEVICE void residual(const Channel& channel, const Rows& rows) {
-  static_assert(width % 4 == 0 && width / 4 % parts == 0);
-  constexpr u32 units = width / 4, mine = units / parts, batch = 4;
-  const u32 begin = blockIdx.x * mine;
-  if (channel.transport != transport_staged) {
-    for (u32 column = blockIdx.y; column < rows.columns; column += gridDim.y) {
-      const f32* partial = rows.partial + u64(column) * rows.partial_stride;
-      for (u32 unit = begin + threadIdx.x; unit < begin + mine; unit += residual_threads)
-        send_unit<half>(channel, column * units + unit, ld_global<f32x4>(partial + 4 * unit));
-    }
-    if (channel.transport == transport_host && blockIdx.x == 0 && blockIdx.y == 0)
-      channel.republish(rows.columns * units * (half ? 1 : 2));
-  }
-  for (u32 column = blockIdx.y; column < rows.columns; column += gridDim.y) {
-    const f32* partial = rows.partial + u64(column) * rows.partial_stride;
-    const bf16* residual = rows.residual + u64(column) * rows.residual_stride;
-    bf16* y = rows.y + u64(column) * rows.y_stride;
-    for (u32 unit = begin + threadIdx.x; unit < begin + mine; unit += batch * residual_threads) {
-      const u32 left = ceil_div(begin + mine - unit, residual_threads), count = left < batch ? left : batch;
-      f32x4 theirs[batch];
-      if (channel.transport == transport_staged) {
-#pragma unroll
-        for (u32 j = 0; j < batch; ++j) {
-          if (j >= count) continue;
-          theirs[j] = ld_global<f32x4>(reinterpret_cast<const f32*>(channel.inbox) + u64(column) * width +
-                                       4 * (unit + j * residual_threads));
-          if constexpr (half)
-            theirs[j] = f32x4{through_bf16(theirs[j].x), through_bf16(theirs[j].y), through_bf16(theirs[j].z),
-                              through_bf16(theirs[j].w)};
-        }
-      } else {
-        receive_units<half>(channel, column * units + unit, residual_threads, count, theirs);
+      for (u32 j = 0; j < batch; ++j) {
+        const u32 i = first + j * residual_threads;
+        if (i < pieces) held[j] = ld_global<Piece>(from + u64(i) * sizeof(Piece));
       }
 #pragma unroll
       for (u32 j = 0; j < batch; ++j) {
-        if (j >= count) continue;
-        const u32 at = 4 * (unit + j * residual_threads);
-        f32x4 own = ld_global<f32x4>(partial + at);
-        if constexpr (half) own = f32x4{through_bf16(own.x), through_bf16(own.y), through_bf16(own.z), through_bf16(own.w)};
-        const f32x4 first = first_rank ? own : theirs[j], second = first_rank ? theirs[j] : own;
-        const u32x2 old = ld_global<u32x2>(residual + at);
-        const f32x2 low = unpack_bf16x2(old.x), high = unpack_bf16x2(old.y);
-        st_global(y + at, u32x2{pack_bf16x2((first.x + second.x) + low.x, (first.y + second.y) + low.y),
-                                pack_bf16x2((first.z + second.z) + high.x, (first.w + second.w) + high.y)});
+        const u32 i = first + j * residual_threads;
+        if (i < pieces && !channel.dead) st_global(to + u64(i) * sizeof(Piece), held[j]);
       }
     }
+    sync_block();
+    if (threadIdx.x == 0 && !channel.dead) publish_slice(channel, column * S::parts + site.part);
   }
 }
 
-// The same with the norm of every column behind it: one block per column (parts = 1).
-template <u32 width>
-NINFERC_DEVICE void norm_columns(const Rows& rows, const bf16* w, bf16* normed, u32 normed_stride, f32 eps, f32* parts) {
-  sync_block();
-  for (u32 column = blockIdx.y; column < rows.columns; column += gridDim.y) {
-    rmsnorm_row<width>(rows.y + u64(column) * rows.y_stride, w, normed + u64(column) * normed_stride, eps, parts);
-    sync_block();
+// The other rank's pairs of a block's part of a column.
+template <class S>
+NINFERC_DEVICE void receive_pairs(const Channel& channel, const Site& site, u32 column, typename S::Pair (&theirs)[S::rounds]) {
+  const u32 thread = threadIdx.x, count = thread < S::pairs ? ceil_div(S::pairs - thread, residual_threads) : 0;
+  const u64 place = S::place(site, column) + thread;
+  const bool slices = S::slices && S::in_slices(channel.transport);
+  if (!S::words || slices || channel.transport == transport_staged) {
+    bool there = true;
+    if (slices) {
+      __shared__ u32 arrived;
+      if (thread == 0) arrived = await_slice(channel, column * S::parts + site.part);
+      sync_block();
+      there = arrived != 0;
+      sync_block();
+    }
+    const u8* from = channel.received_bytes() + place * S::pair_bytes;
+#pragma unroll
+    for (u32 j = 0; j < S::rounds; ++j) {
+      theirs[j] = typename S::Pair{};
+      if (j >= count || !there) continue;
+      const void* at = from + u64(j) * residual_threads * S::pair_bytes;
+      if constexpr (S::half) theirs[j] = ld_relaxed_sys<u32>(at);
+      else theirs[j] = bit_cast<f32x2>(ld_relaxed_sys<u64>(at));
+    }
+  } else if constexpr (S::words) {
+    constexpr u32 each = sizeof(typename S::Words) / sizeof(u64);
+    typename S::Words words[S::rounds];
+    const bool sparing = S::sparing && channel.transport == transport_host;
+    if (count != 0)
+      receive(channel, channel.words(channel.inbox) + place * each, residual_threads * each, count, sparing, words);
+#pragma unroll
+    for (u32 j = 0; j < S::rounds; ++j) theirs[j] = j < count ? S::pair_of(words[j]) : typename S::Pair{};
+  }
+}
+
+// Every block that waits is resident, and waits for what the same block of the peer sends before it waits (or for a sender
+// that never waits), so no order of blocks can lock the ranks against each other. `parts`: shared memory of the norm.
+template <class Config>
+NINFERC_DEVICE void residual(const Channel& channel, const Rows& rows, const NormRows& norm,
+                             const u32 (&gain)[ResidualShape<Config>::rounds], const Site& site, f32* parts) {
+  using S = ResidualShape<Config>;
+  if constexpr (S::slices) {
+    if (site.sender) {
+      if (S::in_slices(channel.transport)) send_slices<S>(channel, rows, site);
+      return;
+    }
+  }
+  const bool sends = S::words && !S::pushed && channel.transport != transport_staged && !S::in_slices(channel.transport);
+  const u32 thread = threadIdx.x;
+  for (u32 column = site.column; column < rows.columns; column += site.columns_step) {
+    const u8* partial = S::partial(rows, site, column);
+    const bf16* old_row = rows.residual + u64(column) * rows.residual_stride + site.part * S::pairs * 2;
+    typename S::Pair own[S::rounds], theirs[S::rounds];
+    u32 old[S::rounds], sum[S::rounds];
+#pragma unroll
+    for (u32 j = 0; j < S::rounds; ++j) {
+      const u32 i = thread + j * residual_threads;
+      if (i < S::pairs) own[j] = ld_global<typename S::Pair>(partial + u64(i) * S::pair_bytes);
+    }
+    if (sends) {
+      constexpr u32 each = sizeof(typename S::Words) / sizeof(u64);
+#pragma unroll
+      for (u32 j = 0; j < S::rounds; ++j) {
+        const u32 i = thread + j * residual_threads;
+        if (i < S::pairs) channel.send((S::place(site, column) + i) * each, S::words_of(channel, own[j]));
+      }
+    }
+#pragma unroll
+    for (u32 j = 0; j < S::rounds; ++j) {
+      const u32 i = thread + j * residual_threads;
+      if (i < S::pairs) old[j] = ld_global<u32>(old_row + 2 * i);
+    }
+    receive_pairs<S>(channel, site, column, theirs);
+    const bool last = rows.columns - column <= site.columns_step;
+    if (last) grid_launch_dependents();
+#pragma unroll
+    for (u32 j = 0; j < S::rounds; ++j) {
+      const u32 i = thread + j * residual_threads;
+      sum[j] = 0;
+      if (i >= S::pairs) continue;
+      const f32x2 mine = S::values(own[j]), other = S::values(theirs[j]), low = unpack_bf16x2(old[j]);
+      const f32x2 first = S::first_rank ? mine : other, second = S::first_rank ? other : mine;
+      sum[j] = pack_bf16x2((first.x + second.x) + low.x, (first.y + second.y) + low.y);
+      st_global(rows.y + u64(column) * rows.y_stride + (site.part * S::pairs + i) * 2, sum[j]);
+    }
+    if constexpr (S::norm) {
+      rmsnorm_held<S::width>(sum, gain, norm.y + u64(column) * norm.y_stride, norm.eps, parts);
+      if (!last) sync_block();
+    }
   }
 }
 

@@ -5,22 +5,25 @@
 
 namespace ninferc {
 
-// The row is read once: all loads are in flight together and stay in registers; the additions are those of sumsq_part.
+constexpr u32 rmsnorm_threads = 256;
+// Pairs of neighbouring columns that a thread holds: number i * 256 + thread, 0 past the end.
 template <u32 width>
-NINFERC_DEVICE void rmsnorm_row(const bf16* x, const bf16* w, bf16* y, f32 eps, f32* parts) {
-  constexpr u32 pairs = width / 2, rounds = (pairs + 255) / 256;
-  u32 held[rounds], gain[rounds];
+constexpr u32 rmsnorm_rounds = (width / 2 + rmsnorm_threads - 1) / rmsnorm_threads;
+
+template <u32 width>
+NINFERC_DEVICE void rmsnorm_gain(const bf16* w, u32 (&gain)[rmsnorm_rounds<width>]) {
 #pragma unroll
-  for (u32 i = 0; i < rounds; ++i) {
-    const u32 pair = i * 256 + threadIdx.x;
-    gain[i] = pair < pairs ? ld_nc<u32>(w + 2 * pair) : 0;
+  for (u32 i = 0; i < rmsnorm_rounds<width>; ++i) {
+    const u32 pair = i * rmsnorm_threads + threadIdx.x;
+    gain[i] = pair < width / 2 ? ld_nc<u32>(w + 2 * pair) : 0;
   }
-  grid_dependency_wait();
-#pragma unroll
-  for (u32 i = 0; i < rounds; ++i) {
-    const u32 pair = i * 256 + threadIdx.x;
-    held[i] = pair < pairs ? ld_global<u32>(x + 2 * pair) : 0;
-  }
+}
+
+// Of a row in registers; the additions are those of sumsq_part.
+template <u32 width>
+NINFERC_DEVICE void rmsnorm_held(const u32 (&held)[rmsnorm_rounds<width>], const u32 (&gain)[rmsnorm_rounds<width>], bf16* y,
+                                 f32 eps, f32* parts) {
+  constexpr u32 pairs = width / 2, rounds = rmsnorm_rounds<width>;
   f32 sum = 0;
 #pragma unroll
   for (u32 i = 0; i < rounds; ++i) {
@@ -38,6 +41,21 @@ NINFERC_DEVICE void rmsnorm_row(const bf16* x, const bf16* w, bf16* y, f32 eps, 
     const f32x2 v = unpack_bf16x2(held[i]), g = unpack_bf16x2(gain[i]);
     if (pair < pairs) st_global(y + 2 * pair, pack_bf16x2(offset_norm(v.x, factor, g.x), offset_norm(v.y, factor, g.y)));
   }
+}
+
+// The row is read once: all loads are in flight together.
+template <u32 width>
+NINFERC_DEVICE void rmsnorm_row(const bf16* x, const bf16* w, bf16* y, f32 eps, f32* parts) {
+  constexpr u32 rounds = rmsnorm_rounds<width>;
+  u32 held[rounds], gain[rounds];
+  rmsnorm_gain<width>(w, gain);
+  grid_dependency_wait();
+#pragma unroll
+  for (u32 i = 0; i < rounds; ++i) {
+    const u32 pair = i * rmsnorm_threads + threadIdx.x;
+    held[i] = pair < width / 2 ? ld_global<u32>(x + 2 * pair) : 0;
+  }
+  rmsnorm_held<width>(held, gain, y, eps, parts);
 }
 
 template <u32 columns_per_lane, u32 width>
