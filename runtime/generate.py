@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from compiler.control import Finish as DeviceFinish
+from runtime.frontend.frontend import ThinkingBudget
 from runtime.frontend.output_stream import Event, FinishReason, OutputStream
 from runtime.frontend.presets import SamplingParams
-from runtime.session import Request, Sampling, Session
+from runtime.session import Emission, Request, Sampling, Session
 
 _REASONS = {
     DeviceFinish.NONE: FinishReason.NONE,
@@ -20,7 +21,7 @@ _REASONS = {
 }
 
 
-def request_of(ids: Sequence[int], params: SamplingParams) -> Request:
+def request_of(ids: Sequence[int], params: SamplingParams, budget: ThinkingBudget | None = None) -> Request:
     """What the device needs of a prompt and its sampling parameters."""
     sampling = Sampling(
         temperature=0.0 if params.greedy else params.temperature,
@@ -31,15 +32,17 @@ def request_of(ids: Sequence[int], params: SamplingParams) -> Request:
         frequency=params.frequency,
         seed=params.seed,
     )
-    return Request(ids, params.max_new, params.stop_ids, sampling)
+    return Request(ids, params.max_new, params.stop_ids, sampling, budget.tokens if budget else 0)
 
 
 @dataclass
 class Job:
-    """A request and the reader of its answer; without a reader (no tokenizer) only ids come out."""
+    """A request and the reader of its answer; without a reader (no tokenizer) only ids come out. ``budget``: of a request
+    that pauses when the model has thought that long."""
 
     request: Request
     stream: OutputStream | None
+    budget: ThinkingBudget | None = None
 
 
 @dataclass
@@ -55,6 +58,7 @@ class Outcome:
     joined: float = 0.0
     first: float = 0.0
     last: float = 0.0
+    closed: bool = False  # the think block, by the model or by its budget
 
     @property
     def prefill(self) -> float:
@@ -93,7 +97,9 @@ def generate(session: Session, jobs: Iterable[Job], lanes: int | None = None, li
                 if outcome is None:
                     continue  # steps that were in flight when a stop string cancelled the lane
                 _take(outcome, emission.token, emission.finish, clock(), listener)
-                if outcome.finish is not FinishReason.NONE:
+                if outcome.finish is FinishReason.NONE:
+                    _limit_thinking(session, outcome, emission)
+                else:
                     del running[emission.lane]
                     if not emission.finish:
                         session.cancel(emission.lane)
@@ -101,6 +107,19 @@ def generate(session: Session, jobs: Iterable[Job], lanes: int | None = None, li
     finally:
         for lane in running:
             session.cancel(lane)
+
+
+def _limit_thinking(session: Session, outcome: Outcome, emission: Emission) -> None:
+    """Close the think block where the budget is spent; go on as if there were none where the model has closed it."""
+    budget, stream = outcome.job.budget, outcome.job.stream
+    if budget is None or stream is None:
+        return
+    if emission.paused:
+        session.resume(emission.lane, budget.close if stream.reasoning else ())
+        outcome.closed = True
+    elif not stream.reasoning and not outcome.closed:
+        session.lift(emission.lane)
+        outcome.closed = True
 
 
 def _take(outcome: Outcome, token: int, finish: DeviceFinish, now: float, listener: Listener | None) -> None:

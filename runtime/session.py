@@ -42,12 +42,14 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids of a prompt, at most ``max_new`` tokens of output, ids that end it."""
+    """Token ids of a prompt, at most ``max_new`` tokens of output, ids that end it. After ``pause`` tokens of output the
+    lane stands still until ``Session.resume``; 0: never."""
 
     prompt: Sequence[int]
     max_new: int
     stop_ids: Sequence[int] = ()
     sampling: Sampling = field(default_factory=Sampling)
+    pause: int = 0
 
 
 def pages_of(request: Request, limits: ControlLimits) -> int:
@@ -97,15 +99,17 @@ class Lane:
     queued: int = 0
     produced: int = 0
     finish: Finish = Finish.NONE
+    last: int | None = None  # of a paused lane: its last token, which the device has not taken as input yet
 
 
 @dataclass(frozen=True)
 class Emission:
-    """One token of a lane; ``finish`` is set with the last one."""
+    """One token of a lane; ``finish`` is set with the last one, ``paused`` with the one after which the lane waits."""
 
     lane: int
     token: int
     finish: Finish
+    paused: bool = False
 
 
 class Session:
@@ -175,8 +179,8 @@ class Session:
         at, write, b = self.step, self._ingress.write, lane.index
         stops = [*lane.request.stop_ids, *([-1] * MAX_STOPS)][:MAX_STOPS]
         scalars = {"lane_slot": lane.slot, "lane_page_row": b, "lane_len": 0, "lane_prompt_len": len(lane.request.prompt),
-                   "lane_limit": lane.request.max_new, "lane_generated": 0, "lane_frozen": 0, "lane_rope_delta": 0,
-                   "queue_head": 0, "queue_tail": 0}  # fmt: skip
+                   "lane_limit": lane.request.pause or lane.request.max_new, "lane_generated": 0, "lane_frozen": 0,
+                   "lane_rope_delta": 0, "queue_head": 0, "queue_tail": 0}  # fmt: skip
         for table, value in scalars.items():
             write(at, table, [value], (b,))
         write(at, "lane_stops", stops, (b, 0))
@@ -185,6 +189,32 @@ class Session:
         write(at, "slot_parity", [0], (lane.slot,))
         write(at, "page_table", lane.pages, (b, 0))
         self._ingress.clear_counts(at, lane.slot)
+
+    def lift(self, lane: int) -> None:
+        """Let a lane run on without its pause, unless it has got there already: then it still reports it."""
+        if lane in self._lanes:
+            self._ingress.write(self.step, "lane_limit", [self._lanes[lane].request.max_new], (lane,))
+
+    def resume(self, lane: int, forced: Sequence[int] = ()) -> None:
+        """Let a paused lane go on, with ``forced`` as its next tokens of output. They come out as emissions and count
+        towards the limit, but not in the penalties. Raises RequestError where one token more does not fit."""
+        entry = self._lanes.get(lane)
+        if entry is None or entry.last is None:
+            raise RequestError(f"lane {lane} is not paused")
+        check_ids([entry.last, *forced], self.limits)
+        tokens, produced = [entry.last, *forced], entry.produced + len(forced)
+        if produced >= entry.request.max_new or entry.queued + len(tokens) > self.limits.max_context:
+            raise RequestError(f"{len(forced)} tokens to insert after {entry.produced} do not fit max_new "
+                               f"{entry.request.max_new} and --max-context {self.limits.max_context}")  # fmt: skip
+        entry.last, entry.produced = None, produced
+        self._ingress.write(self.step, "queue", tokens, (lane, 0))
+        scalars = {"queue_head": 0, "queue_tail": len(tokens), "lane_generated": produced,
+                   "lane_limit": entry.request.max_new, "lane_frozen": 0}  # fmt: skip
+        if forced:  # nothing is sampled until they are consumed, and what follows is drawn as after a prompt
+            scalars["lane_prompt_len"] = entry.queued + len(tokens)
+        for table, value in scalars.items():
+            self._ingress.write(self.step, table, [value], (lane,))
+        self._pending += [Emission(lane, token, Finish.NONE) for token in forced]
 
     def cancel(self, lane: int) -> None:
         """Stop a lane at the next step and free it."""
@@ -308,8 +338,10 @@ class Session:
             if state.emitted is None:
                 continue
             lane.produced += 1
-            lane.finish = Finish(state.reason)
-            self._pending.append(Emission(index, state.emitted, lane.finish))
+            paused = state.reason == Finish.LIMIT and lane.produced < lane.request.max_new
+            lane.finish = Finish.NONE if paused else Finish(state.reason)
+            lane.last = state.emitted if paused else None
+            self._pending.append(Emission(index, state.emitted, lane.finish, paused))
             if lane.finish:
                 self._release(lane)
 

@@ -31,7 +31,7 @@ _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "
 _BOOLEANS = ("greedy", "ignore_eos", "thinking", "raw")
 _LISTS = {"stop": str, "reasoning_stop": str, "stop_token_ids": int}
 _PROMPTS = ("prompt", "messages", "ids")
-_MEMBERS = {"id", "tools", "reasoning_effort", *_PROMPTS, *_SAMPLING, *_BOOLEANS, *_LISTS}
+_MEMBERS = {"id", "tools", "reasoning_effort", "thinking_budget", *_PROMPTS, *_SAMPLING, *_BOOLEANS, *_LISTS}
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,11 @@ def _check_members(value: dict[str, Any]) -> None:
     for key, kind in (("prompt", str), ("reasoning_effort", str)):
         if key in value and not isinstance(value[key], kind):
             raise InputError(f"{key} must be a string")
+    budget = value.get("thinking_budget", 1)
+    if isinstance(budget, bool) or not isinstance(budget, int):
+        raise InputError("thinking_budget must be an integer")
+    if "thinking_budget" in value and (value.get("thinking") is False or value.get("raw")):
+        raise InputError("thinking_budget excludes thinking false and raw true")
     if "tools" in value and "messages" not in value:
         raise InputError("tools belong to messages")
 
@@ -115,15 +120,18 @@ def read_entry(value: dict[str, Any], frontend: Frontend | None, source: Source)
     prompt = _prompt(value, frontend)
     wanted = SamplingOptions(**{field: value[key] for key, field in _SAMPLING.items() if key in value})
     if frontend is None:
-        if any(value.get(key) for key in ("stop", "reasoning_stop", "raw")):
-            raise InputError("stop, reasoning_stop and raw need a tokenizer, and the artifact has none")
+        if any(value.get(key) for key in ("stop", "reasoning_stop", "raw")) or "thinking_budget" in value:
+            raise InputError("stop, reasoning_stop, raw and thinking_budget need a tokenizer, and the artifact has none")
         params = apply_options(preset(source.artifact.identity.model_id, False, None), wanted, (), source.spec.vocab_ids)
-        stream = None
+        stream = budget = None
     else:
         params = frontend.sampling(wanted, thinking=prompt.thinking)
         stream = frontend.output_stream(prompt, params, stops=value.get("stop", ()), raw=value.get("raw", False),
                                         reasoning_stops=value.get("reasoning_stop", ()))  # fmt: skip
-    job = Job(request_of(prompt.ids, params), stream)
+        budget = None
+        if "thinking_budget" in value:
+            budget = frontend.thinking_budget(value["thinking_budget"], prompt, params, source.limits.max_context)
+    job = Job(request_of(prompt.ids, params, budget), stream, budget)
     check_request(job.request, source.limits)
     return Entry(value.get("id"), prompt, job)
 
@@ -158,7 +166,8 @@ def batch(
     card: opt.Card = None,
     max_context: opt.MaxContext = None,
     prefill_chunk: opt.PrefillChunk = None,
-    kv_capacity: opt.KvCapacity = None,
+    kv_capacity: opt.RunCapacity = None,
+    vram_headroom_mib: opt.Headroom = None,
     no_cuda_graph: opt.NoGraph = False,
     chat_template: opt.TemplateFile = None,
     numerics: opt.Numerics = None,
@@ -166,7 +175,7 @@ def batch(
 ) -> None:
     """Answer the requests of a file, up to B at a time. Each line is a JSON object with one of prompt, messages, ids.
 
-    Optional members: id, tools, thinking, reasoning_effort, max_new, temperature, top_p, top_k, min_p,
+    Optional members: id, tools, thinking, reasoning_effort, thinking_budget, max_new, temperature, top_p, top_k, min_p,
     presence_penalty, frequency_penalty, seed, greedy, stop, reasoning_stop, stop_token_ids, ignore_eos, raw.
     Every line is checked before anything runs; OUT.jsonl appears when all have ended.
     """
@@ -174,7 +183,7 @@ def batch(
     data = read_bytes(requests, MAX_INPUT_BYTES, "IN.jsonl")
     lines = read_lines(data, str(requests))
     source = Source(target, Choices(artifact, device, arch, card, max_context, max_concurrency, prefill_chunk, kv_capacity,
-                                    numerics, no_cuda_graph, yes), say)  # fmt: skip
+                                    vram_headroom_mib, numerics, no_cuda_graph, yes), say)  # fmt: skip
     frontend = open_frontend(source.artifact, source.spec.vocab_rows, chat_template)
     entries: list[Entry] = []
     for number, value in lines:

@@ -5,25 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import artifacts
-from compiler.control import ControlLimits
+from compiler.control import PAGE, ControlLimits
 from compiler.driver import CompileOptions, limits_of, model_of
 from compiler.explain.memory import USES, amount, device_memory, total_bytes, weight_values
 from compiler.model import ModelSpec
 from compiler.program.model import Program
 from runtime.backend import Backend, VMBackend
+from runtime.cli.capacity import auto_capacity
 from runtime.cli.errors import UsageError
 from runtime.cli.io import Diagnostics
+from runtime.cli.options import AUTO
 from runtime.cli.predict import cpu_seconds, duration
-from runtime.cli.target import choose_place, compile_target
+from runtime.cli.target import choose_place, compile_target, free_memory
 from runtime.open import ArtifactWeights, cached_program, is_program, open_program
 from runtime.vm import Machine
 from runtime.vm.weights import WeightStore
 
 DEFAULT_CONTEXT = 2048
+DEFAULT_HEADROOM = 1024  # MiB
 PATIENCE = 300.0
 """Seconds of predicted CPU time above which ``--yes`` is needed."""
 
@@ -39,7 +42,8 @@ class Choices:
     max_context: int | None = None
     max_concurrency: int | None = None
     prefill_chunk: int | None = None
-    kv_capacity: int | None = None
+    kv_capacity: int | None = None  # AUTO: what the device has room for
+    headroom: int | None = None  # MiB that AUTO leaves free
     numerics: str | None = None
     eager: bool = False
     yes: bool = False
@@ -88,6 +92,8 @@ class Source:
     """A program folder or an artifact, opened but not loaded. Raises at once what needs no compiling to be known."""
 
     def __init__(self, path: Path, choices: Choices, say: Diagnostics) -> None:
+        if choices.headroom is not None and choices.kv_capacity != AUTO:
+            raise UsageError("--vram-headroom-mib needs --kv-capacity auto")
         if choices.numerics not in (None, "exact", "engine"):
             raise UsageError(f"--numerics {str(choices.numerics)[:40]!r}: exact or engine is allowed")
         self.choices, self.say, self.path = choices, say, path
@@ -109,15 +115,31 @@ class Source:
             self.artifact = open_artifact(path, say)
             self.spec = model_of(self.artifact)
             context = choices.max_context or min(max(DEFAULT_CONTEXT, choices.tokens), self.spec.max_position)
-            self.options = compile_options(self.spec, context, choices.max_concurrency, choices.prefill_chunk,
-                                           choices.kv_capacity)  # fmt: skip
-            self.limits = limits_of(self.spec, self.options)
             self.caps = compile_target(choices.arch, choices.card, self.place)
+            self.options = self._capacity(compile_options(self.spec, context, choices.max_concurrency, choices.prefill_chunk,
+                                                          choices.kv_capacity or None))  # fmt: skip
+            self.limits = limits_of(self.spec, self.options)
+
+    def _capacity(self, options: CompileOptions) -> CompileOptions:
+        """The KV capacity checked against what the sequences can use, or chosen by the GPU's free memory."""
+        most = options.max_concurrency * (-(-options.max_context // PAGE) * PAGE)
+        if self.choices.kv_capacity == AUTO:
+            if self.place.index is None:
+                return options  # host memory: room for each
+            headroom = DEFAULT_HEADROOM if self.choices.headroom is None else self.choices.headroom
+            found = auto_capacity(self.artifact, self.caps, options, [free_memory(self.place.index)], headroom << 20)
+            return options if found == most else replace(options, kv_capacity=found)
+        if options.kv_capacity is not None and options.kv_capacity > most:
+            raise UsageError(f"--kv-capacity {options.kv_capacity}: {options.max_concurrency} sequence(s) of "
+                             f"{options.max_context} tokens use at most {most}")  # fmt: skip
+        return options
 
     def _fixed(self) -> None:
         """What a program fixed when it was compiled can be repeated but not changed."""
         assert self.program is not None
         known = self.program.options
+        if self.choices.kv_capacity == AUTO:
+            raise UsageError("--kv-capacity auto: the program's capacity is fixed; run its artifact")
         for option, given in (("max_context", self.choices.max_context), ("prefill_chunk", self.choices.prefill_chunk),
                               ("kv_capacity", self.choices.kv_capacity)):  # fmt: skip
             if given is not None and given != known.get(option):

@@ -45,7 +45,7 @@ def logits(
     """
     say = Diagnostics()
     tokens = read_ids(ids)
-    source = Source(target, Choices(artifact, device, arch, card, max_context, None, prefill_chunk, None, numerics,
+    source = Source(target, Choices(artifact, device, arch, card, max_context, None, prefill_chunk, None, None, numerics,
                                     no_cuda_graph, yes, len(tokens)), say)  # fmt: skip
     try:
         check_ids(tokens, source.limits)

@@ -35,6 +35,15 @@ def decimal(option: str) -> Callable[[str], float]:
     return lambda text: parse_decimal(option, text)
 
 
+AUTO = 0
+"""``--kv-capacity auto``: what the GPU has room for."""
+
+
+def capacity(text: str) -> int:
+    """Tokens, or AUTO for ``auto``. Raises UsageError or OptionError."""
+    return AUTO if text == "auto" else integer("--kv-capacity", 1, 1 << 26)(text)
+
+
 def pairs(text: str) -> str:
     """Check ``1x1,8x1``; the value stays a string, ``read_pairs`` gives the numbers. Raises UsageError."""
     read_pairs(text)
@@ -69,6 +78,13 @@ Pairs = Annotated[str | None, typer.Option("--pairs", metavar="1x1,8x1", parser=
 KvCapacity = Annotated[int | None, typer.Option("--kv-capacity", metavar="N",
                                                 parser=integer("--kv-capacity", 1, 1 << 26),
                                                 help="KV cache tokens of all sequences; default: room for each")]
+RunCapacity = Annotated[int | None, typer.Option("--kv-capacity", metavar="N|auto", parser=capacity,
+                                                 help="KV cache tokens of all sequences; auto: as the GPU has room")]
+Headroom = Annotated[int | None, typer.Option("--vram-headroom-mib", metavar="N",
+                                              parser=integer("--vram-headroom-mib", 0, 1 << 20),
+                                              help="GPU memory that auto leaves free; default 1024")]
+ThinkingBudget = Annotated[int | None, typer.Option("--thinking-budget", metavar="N", parser=unsigned("--thinking-budget"),
+                                                    help="most tokens of reasoning; then the answer is begun")]  # fmt: skip
 Jobs = Annotated[int | None, typer.Option("--jobs", metavar="N", parser=integer("--jobs", 1, 1024),
                                           help="compiler processes; default: one per core")]  # fmt: skip
 ProfileFile = Annotated[Path | None, typer.Option("--profile", metavar="FILE",

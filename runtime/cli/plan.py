@@ -15,14 +15,12 @@ from compiler.explain.roofline import Rates, rates
 from compiler.program.io import load
 from compiler.program.model import Phase, Program
 from runtime.cli import options as opt
+from runtime.cli.capacity import DRIVER_BYTES
 from runtime.cli.errors import UsageError
 from runtime.cli.io import Diagnostics, Output
 from runtime.cli.load import compile_options, open_artifact
 from runtime.cli.target import Place, choose_place, compile_target
 from runtime.cuda.driver import DeviceError
-
-DRIVER_BYTES = 600 << 20
-"""Device memory that a context, loaded kernels and graphs take besides the plan; an allowance, not a measurement."""
 
 
 def plan(

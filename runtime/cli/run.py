@@ -35,10 +35,12 @@ def run(
     max_new: opt.MaxNew = None,
     max_context: opt.MaxContext = None,
     prefill_chunk: opt.PrefillChunk = None,
-    kv_capacity: opt.KvCapacity = None,
+    kv_capacity: opt.RunCapacity = None,
+    vram_headroom_mib: opt.Headroom = None,
     no_cuda_graph: opt.NoGraph = False,
     no_thinking: opt.NoThinking = False,
     reasoning_effort: opt.Effort = None,
+    thinking_budget: opt.ThinkingBudget = None,
     chat_template: opt.TemplateFile = None,
     temperature: opt.Temperature = None,
     top_p: opt.TopP = None,
@@ -66,21 +68,26 @@ def run(
     say = Diagnostics()
     if prefill not in ("chunks", "none"):
         raise UsageError(f"--prefill {prefill[:40]!r}: chunks or none is allowed")
-    source = Source(target, Choices(artifact, device, arch, card, max_context, None, prefill_chunk, kv_capacity, numerics,
-                                    no_cuda_graph, yes), say)  # fmt: skip
+    if thinking_budget is not None and (no_thinking or raw_output):
+        raise UsageError(f"--thinking-budget and {'--no-thinking' if no_thinking else '--raw-output'} exclude each other")
+    source = Source(target, Choices(artifact, device, arch, card, max_context, None, prefill_chunk, kv_capacity,
+                                    vram_headroom_mib, numerics, no_cuda_graph, yes), say)  # fmt: skip
     frontend = open_frontend(source.artifact, source.spec.vocab_rows, chat_template)
     given = make_prompt(frontend, prompt, messages, ids, PromptOptions(False if no_thinking else None, reasoning_effort))
     wanted = SamplingOptions(temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty, seed, greedy, ignore_eos,
                              max_new, stop_token_id or ())  # fmt: skip
-    stream = None
+    stream = budget = None
     if frontend is not None:
         params = frontend.sampling(wanted, thinking=given.thinking)
         stream = frontend.output_stream(given, params, stops=stop or (), reasoning_stops=reasoning_stop or (), raw=raw_output)
+        if thinking_budget is not None:
+            budget = frontend.thinking_budget(thinking_budget, given, params, source.limits.max_context)
     else:
-        if stop or reasoning_stop or raw_output:
-            raise UsageError("--stop, --reasoning-stop and --raw-output need a tokenizer, and the artifact has none")
+        if stop or reasoning_stop or raw_output or thinking_budget is not None:
+            raise UsageError("--stop, --reasoning-stop, --raw-output and --thinking-budget need a tokenizer, and the artifact "
+                             "has none")  # fmt: skip
         params = apply_options(preset(source.artifact.identity.model_id, False, None), wanted, (), source.spec.vocab_ids)
-    job = Job(request_of(given.ids, params), stream)
+    job = Job(request_of(given.ids, params, budget), stream, budget)
     check_request(job.request, source.limits)
     source.require_patience(len(given.ids), params.max_new)
     for note in frontend.notes if frontend else ("the artifact has no tokenizer: the answer is printed as token ids",):
@@ -129,7 +136,9 @@ def _summary(say: Diagnostics, outcome: Outcome, params: SamplingParams, prepare
     row("prefill tok/s", f"{prompt / outcome.prefill:.1f}" if outcome.prefill else "-")
     row("decode tok/s", f"{(count - 1) / outcome.decode:.1f}" if outcome.decode else "-")
     limits = source.limits
-    policy = "given" if limits.pages * PAGE < limits.lanes * limits.max_context else "full context per lane"
+    policy = "full context per lane"
+    if limits.pages * PAGE < limits.lanes * limits.max_context:
+        policy = "as the GPU has room" if source.choices.kv_capacity == opt.AUTO else "given"
     row("kv capacity", f"{limits.pages * PAGE} tokens, {policy}")
     row("kv pages used / max", f"{pages_of(outcome.job.request, limits)} / {limits.pages}")
     row("kv dtype", "bf16")

@@ -78,6 +78,17 @@ def gpu_name(index: int = 0) -> str:
         device.close()
 
 
+def free_memory(index: int) -> int:
+    """Free bytes of a GPU of this machine. Raises DeviceError."""
+    from runtime.cuda.device import Device
+
+    device = Device(index)
+    try:
+        return device.info().free
+    finally:
+        device.close()
+
+
 def compile_target(arch: str | None, card: str | None, place: Place | None = None) -> DeviceCaps:
     """Capabilities to compile for.
 

@@ -8,7 +8,7 @@ from artifacts.errors import quoted
 from runtime.frontend.chat_template import ChatTemplate, Rendered, TemplateOptions
 from runtime.frontend.errors import ChatTemplateError, OptionError
 from runtime.frontend.messages import Conversation, user_prompt
-from runtime.frontend.output_stream import THINK_OPEN, OutputStream, StreamOptions, ends_in_think_block
+from runtime.frontend.output_stream import THINK_CLOSE, THINK_OPEN, OutputStream, StreamOptions, ends_in_think_block
 from runtime.frontend.presets import (
     GENERATION_CONFIG,
     GenerationConfig,
@@ -23,6 +23,8 @@ from runtime.frontend.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, Tokeniz
 CHAT_TEMPLATE = "chat_template.jinja"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Accepted reasoning efforts. Templates know low, medium and xhigh; the others fold onto them, none turns thinking off."""
+EARLY_CLOSE = f"\n\nThat is all the time there is for thinking, so the answer follows now.\n{THINK_CLOSE}\n\n"
+"""What is inserted where a budget ends the thinking; it stays in the context."""
 _FOLDED = {"minimal": "low", "high": "xhigh", "max": "xhigh"}
 
 
@@ -56,6 +58,14 @@ class PromptOptions:
     thinking: bool | None = None
     reasoning_effort: str | None = None
     preserve_thinking: bool | None = None
+
+
+@dataclass(frozen=True)
+class ThinkingBudget:
+    """``tokens`` that the model may think; then the ids ``close`` are inserted, unless it has closed the block itself."""
+
+    tokens: int
+    close: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -169,6 +179,22 @@ class Frontend:
         return OutputStream(self.tokenizer, StreamOptions(
             thinking=prompt.thinking, tools=prompt.tools, stops=stops, reasoning_stops=reasoning_stops,
             stop_ids=params.stop_ids, raw=raw))
+
+    def thinking_budget(self, tokens: int, prompt: Prompt, params: SamplingParams, max_context: int) -> ThinkingBudget:
+        """Check a budget of thinking tokens for an answer to ``prompt``: closing the block and one token of the answer must
+        fit besides. Raises OptionError."""
+        if tokens < 1:
+            raise OptionError(f"--thinking-budget {tokens}: at least 1 is needed; --no-thinking answers at once")
+        if not prompt.thinking:
+            raise OptionError("--thinking-budget: the prompt opens no think block")
+        close = tuple(self.tokenizer.encode(EARLY_CLOSE, ()))
+        least = tokens + len(close) + 1
+        limits = ("--max-new", params.max_new, least), ("--max-context", max_context, len(prompt.ids) + least)
+        for name, limit, used in limits:
+            if used > limit:
+                raise OptionError(f"--thinking-budget {tokens}: with the {len(close)} tokens that close the block and one of "
+                                  f"the answer {name} {used} is needed; it is {limit}")  # fmt: skip
+        return ThinkingBudget(tokens, close)
 
     def from_ids(self, ids: Sequence[int]) -> Prompt:
         """A prompt given as token ids; whether it ends inside a think block is read off its end. Raises TokenizerError."""

@@ -115,6 +115,11 @@ class OutputStream:
         self.reasoning_tokens = 0
 
     @property
+    def reasoning(self) -> bool:
+        """Whether the output so far has not left the think block that the prompt opened."""
+        return self._reasoning
+
+    @property
     def answer(self) -> Answer:
         """The concatenation of all events so far."""
         return Answer("".join(self._said["reasoning"]), "".join(self._said["content"]), self._calls, self._finish)
