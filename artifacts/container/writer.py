@@ -89,11 +89,6 @@ class PayloadWriter:
         self._sparse = sparse
         self._open = True
 
-    @property
-    def file_bytes(self) -> int:
-        """Length of all files together."""
-        return sum(file.size for file, _, _ in self._segments)
-
     def __enter__(self) -> Self:
         return self
 

@@ -182,6 +182,7 @@ class Checkpoint:
             raise ConfigError(f"{quoted(str(directory))} is not a checkpoint directory")
         self.config: dict[str, Any] = self._object("config.json")
         self.tensors: dict[str, SourceTensor] = {}
+        self.strays: list[str] = []  # safetensors files beside the shards that the index does not name
         self._files: list[SourceFile] = []
         try:
             self._open()
@@ -208,7 +209,9 @@ class Checkpoint:
         weight_map = self._object(index.name).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ConfigError(f"{index.name}: weight_map must be a non-empty object")
-        for shard in sorted({str(v) for v in weight_map.values()}):
+        shards = {str(v) for v in weight_map.values()}
+        self.strays = sorted({path.name for path in self.directory.glob("*.safetensors")} - shards)
+        for shard in sorted(shards):
             if shard in (".", "..") or any(c in shard for c in "/\\\0:"):
                 raise ConfigError(f"{index.name}: shard name {quoted(shard)} is not a plain file name")
             self._add(self.directory / shard)

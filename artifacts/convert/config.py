@@ -6,13 +6,30 @@ members of artifact-container-v3.md section 6 are kept, so no free text of the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from artifacts.errors import ConfigError, quoted
 from artifacts.identities import TextDims, VisionDims
 from artifacts.identities.dims import ARCHITECTURES, FULL, LINEAR, MAX_LAYERS
 
+# What the published 27B checkpoints say beyond dimensions (conversion.md section 1), where they say it.
+PUBLISHED_ROOT: Mapping[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "language_model_only": False,
+    "tie_word_embeddings": False,
+    "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054,
+    "image_token_id": 248056,
+    "video_token_id": 248057,
+}
+PUBLISHED_TEXT: Mapping[str, Any] = {
+    "full_attention_interval": 4,
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+}
 TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
@@ -80,3 +97,13 @@ def model_config(config: Mapping[str, Any], text: TextDims, vision: VisionDims |
             if type(config.get(name)) is int:
                 normal[name] = config[name]
     return normal
+
+
+def published_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Members of a configuration that differ from those of the published checkpoints; absent ones are not missed."""
+    for where, members in ((config, PUBLISHED_ROOT), (config.get("text_config"), PUBLISHED_TEXT)):
+        if not isinstance(where, Mapping):
+            continue
+        for name, value in members.items():
+            if name in where and (where[name] != value or type(where[name]) is not type(value)):
+                yield f"config.json: {name} is {quoted(where[name])}; the published checkpoints have {quoted(value)}"

@@ -12,21 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from artifacts.container.artifact import HEADER_BYTES
+from artifacts.container.directory_v2 import encode_directory
+from artifacts.container.directory_v3 import DirectoryV3
+from artifacts.container.payload import PART_HEADER_BYTES
+from artifacts.container.schema import METADATA_ALIGNMENT, place
 from artifacts.container.writer import ArtifactWriter, PayloadWriter
-from artifacts.container.writer_v3 import DEFAULT_FILE_LIMIT, ArtifactWriterV3
+from artifacts.container.writer_v3 import DEFAULT_FILE_LIMIT, ArtifactWriterV3, plan_files
 from artifacts.convert.checkpoint import Checkpoint
 from artifacts.convert.config import text_dimensions, vision_dimensions
 from artifacts.convert.frontend import draft_token_ids, frontend_resources, read_ranking, token_domain
 from artifacts.convert.linear import Notes
 from artifacts.convert.plan import ConversionPlan, Planner, registered_for
+from artifacts.convert.preflight import preflight
 from artifacts.convert.recipe import Recipe, load_recipe
 from artifacts.convert.sources import Source
-from artifacts.convert.write import Progress, work_elements, write_jobs
+from artifacts.convert.write import Progress, require_equal, work_elements, write_jobs
 from artifacts.errors import ConfigError, OutputError, quoted, quoted_path
 from artifacts.formats import Array
 from artifacts.identities import TextDims
 from artifacts.identities.plan import RESOURCES
 from artifacts.identities.registry import DRAFT_HEAD_ROWS
+from artifacts.layouts import align_up
 
 VOCABULARY_FORMATS = {"W8": "W8G32_F16S", "Q6": "Q6G64_F16S"}
 Log = Callable[[str], None]
@@ -39,7 +46,7 @@ class Options:
     `model_id` None: the directory's name. `base`: the unquantized checkpoint of a quantized one. `vocabulary`: W8 or Q6
     (groupwise-int). `scale`: absmax or mse (NVFP4 from values). `overrides`: object name or pattern -> format.
     `vision` None: kept where the identity needs it, else skipped. `ranking`: token counts for the draft head.
-    `container`: 2, or 3, whose files hold at most `file_limit` bytes each.
+    `container`: 2, or 3, whose files hold at most `file_limit` bytes each. `dry_run`: check and plan, write nothing.
     """
 
     weights: str = "groupwise-int"
@@ -54,6 +61,7 @@ class Options:
     overwrite: bool = False
     container: int = 2
     file_limit: int = DEFAULT_FILE_LIMIT
+    dry_run: bool = False
 
 
 def default_model_id(directory: Path) -> str:
@@ -108,8 +116,6 @@ def plan_conversion(
         if text_dimensions(base.config).to_config() != text.to_config():
             raise ConfigError("--base: its configuration has other dimensions than the checkpoint's")
         base_source = Source(base, text, notes)
-        if base_source.quantized_kinds():
-            raise ConfigError("--base: it must be an unquantized checkpoint")
     recipe = choose_recipe(options.weights, source).with_overrides(options.overrides or {}, options.scale)
     model_id = options.model_id if options.model_id is not None else default_model_id(main.directory)
     if not model_id or len(model_id) > 200:
@@ -141,7 +147,9 @@ def plan_conversion(
         draft_ids=_draft_ids(options, source, resources, log),
         with_mtp=origin("mtp/").has_mtp,
     )
+    layout = preflight(main, base, text, planner.needs(), log, published=entry is not None)
     plan = planner.build(model_id, resources, origin("vision/").checkpoint.config)
+    plan.layout = str(layout)
     return plan, recipe, notes, [source] if base_source is None else [source, base_source]
 
 
@@ -169,37 +177,59 @@ def convert(
             log(text)
 
     target = Path(output)
-    if not options.overwrite and os.path.lexists(target):
+    if not (options.overwrite or options.dry_run) and os.path.lexists(target):
         raise OutputError(f"{quoted(str(target))} exists already")
     with ExitStack() as stack:
         main = stack.enter_context(Checkpoint(directory))
         base = stack.enter_context(Checkpoint(options.base)) if options.base is not None else None
         plan, recipe, notes, sources = plan_conversion(main, base, options, say)
-        unused = sources[0].unused(sources[1] if base is not None else None)
         if notes.inexact_divisors:
             say(f"{len(notes.inexact_divisors)} NVFP4 multipliers have no exact reciprocal; divisors are rounded")
         if notes.rounded_scales:
             say(f"{len(notes.rounded_scales)} FP8 scales are rounded to BF16")
         if notes.requantized:
             say(f"{len(notes.requantized)} objects are encoded from decoded quantized weights")
-        tick = progress(work_elements(plan.jobs)) if progress is not None else None
-        with _writer(target, plan, recipe, sources[0].dims, options) as writer:
-            write_jobs(writer, plan.jobs, recipe.scale, options.threads, tick)
-        report = _report(target, writer.file_bytes, plan, recipe, notes, [s.checkpoint for s in sources], unused, remarks)
-    _write_report(target.with_name(target.name + ".conversion.json"), report)
+        output_of = _Output(target, plan, recipe, sources[0].dims, options)
+        if not options.dry_run:
+            tick = progress(work_elements(plan)) if progress is not None else None
+            require_equal(plan.twins, options.threads, tick)
+            with output_of.writer() as writer:
+                write_jobs(writer, plan.jobs, recipe.scale, options.threads, tick)
+        report = _report(target, output_of.file_bytes(), plan, recipe, notes, sources, remarks)
+    if not options.dry_run:
+        _write_report(target.with_name(target.name + ".conversion.json"), report)
     return report
 
 
-def _writer(target: Path, plan: ConversionPlan, recipe: Recipe, dims: TextDims, options: Options) -> PayloadWriter:
-    """The open output. Errors: OutputError."""
-    if options.container == 2:
-        return ArtifactWriter(target, plan.identity, [job.plan for job in plan.jobs], overwrite=options.overwrite)
-    if options.container != 3:
-        raise OutputError(f"container version {options.container} is not written by convert; 2 and 3 are")
-    model_id, weights_id = plan.identity
-    provenance = {"converted": {"model_id": model_id, "weights_id": weights_id, "recipe": recipe.name}}
-    directory = plan.directory_v3(provenance, dims)
-    return ArtifactWriterV3(target, directory, limit=options.file_limit, overwrite=options.overwrite)
+class _Output:
+    """The file that a plan becomes, in the container version that the options name. Errors: OutputError."""
+
+    def __init__(self, target: Path, plan: ConversionPlan, recipe: Recipe, dims: TextDims, options: Options) -> None:
+        if options.container not in (2, 3):
+            raise OutputError(f"container version {options.container} is not written by convert; 2 and 3 are")
+        self.target, self.plan, self.options = target, plan, options
+        self.plans = [job.plan for job in plan.jobs]
+        self.directory: DirectoryV3 | None = None
+        if options.container == 3:
+            model_id, weights_id = plan.identity
+            provenance = {"converted": {"model_id": model_id, "weights_id": weights_id, "recipe": recipe.name}}
+            self.directory = plan.directory_v3(provenance, dims)
+
+    def file_bytes(self) -> int:
+        """Length of all files together."""
+        if self.directory is None:
+            objects = place(self.plans)
+            header = align_up(HEADER_BYTES[2] + len(encode_directory(self.plan.identity, objects)), METADATA_ALIGNMENT)
+            return header + objects[-1].offset + objects[-1].bytes
+        payload = self.directory.payload_bytes
+        raw, files = plan_files(self.directory, payload, self.options.file_limit, self.target.name)
+        return HEADER_BYTES[3] + len(raw) + payload + PART_HEADER_BYTES * (len(files) - 1)
+
+    def writer(self) -> PayloadWriter:
+        overwrite = self.options.overwrite
+        if self.directory is None:
+            return ArtifactWriter(self.target, self.plan.identity, self.plans, overwrite=overwrite)
+        return ArtifactWriterV3(self.target, self.directory, limit=self.options.file_limit, overwrite=overwrite)
 
 
 def _report(
@@ -208,10 +238,10 @@ def _report(
     plan: ConversionPlan,
     recipe: Recipe,
     notes: Notes,
-    checkpoints: list[Checkpoint],
-    unused: list[str],
+    sources: list[Source],
     remarks: list[str],
 ) -> dict[str, Any]:
+    checkpoints = [source.checkpoint for source in sources]
     objects: list[dict[str, Any]] = []
     for job in plan.jobs:
         record: dict[str, Any] = {"name": job.plan.name, "format": job.plan.format or "raw", "action": job.action}
@@ -224,6 +254,7 @@ def _report(
         "identity": {"model_id": plan.identity.model_id, "weights_id": plan.identity.weights_id},
         "registered": plan.registered,
         "checkpoints": [{"name": c.directory.resolve().name, "tensors": len(c.tensors)} for c in checkpoints],
+        "source_layout": plan.layout,
         "recipe": {
             "name": recipe.name,
             "schema": recipe.schema,
@@ -234,7 +265,7 @@ def _report(
         "inexact_divisors": notes.inexact_divisors,
         "rounded_scales": notes.rounded_scales,
         "requantized": notes.requantized,
-        "unused_tensors": unused,
+        "unused_tensors": sources[0].unused(),
         "objects": objects,
     }
 

@@ -17,7 +17,7 @@ that is no BF16 number is rounded to BF16 (at most one part in 2^8); the codes s
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -90,87 +90,141 @@ def scale_words(scales: Array) -> Array:
     return scales if scales.dtype == np.uint16 else f32_to_bf16(scales.astype(np.float32))
 
 
+@dataclass(frozen=True)
+class Kind:
+    """How a linear is stored: `form` of a Linear, `layout` whose spelling it is (None: of several), suffix of the codes."""
+
+    name: str
+    form: str
+    title: str
+    layout: str | None
+    codes: str = "weight"
+
+
+COMPRESSED, MODELOPT = "compressed-tensors", "ModelOpt"
+PLAIN = Kind("plain", "plain", "unquantized", None)
+COMPRESSED_NVFP4 = Kind("compressed-nvfp4", "nvfp4", "NVFP4", COMPRESSED, "weight_packed")
+MODELOPT_NVFP4 = Kind("modelopt-nvfp4", "nvfp4", "NVFP4", MODELOPT)
+FP8_ROWS = Kind("fp8", "fp8", "FP8", None)
+KINDS = (COMPRESSED_NVFP4, MODELOPT_NVFP4, FP8_ROWS, PLAIN)
+FOREIGN = {  # parts that a linear of this kind must not have
+    "compressed-nvfp4": ("weight_scale_2",),
+    "modelopt-nvfp4": ("weight_global_scale", "input_global_scale"),
+    "fp8": ("weight_global_scale", "input_global_scale", "weight_scale_2"),
+    "plain": ("weight_scale", "weight_scale_2", "weight_global_scale", "input_global_scale"),
+}
+SUFFIXES = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_scale_2", "input_global_scale",
+            "input_scale", "weight_scale_inv")  # fmt: skip
+SCALAR = ((), (1,), (1, 1))
+
+
+def kind_of(checkpoint: Checkpoint, name: str) -> Kind:
+    """The kind of linear that the tensors under `name` are, complete or not."""
+    weight = checkpoint.tensors.get(name + ".weight")
+    if name + ".weight_packed" in checkpoint:
+        return COMPRESSED_NVFP4
+    if weight is None:
+        if name + ".weight_global_scale" in checkpoint:
+            return COMPRESSED_NVFP4
+        if name + ".weight_scale_2" in checkpoint:
+            return MODELOPT_NVFP4
+        return FP8_ROWS if name + ".weight_scale" in checkpoint else PLAIN
+    if weight.dtype == "U8":
+        return MODELOPT_NVFP4
+    return FP8_ROWS if weight.dtype == "F8_E4M3" else PLAIN
+
+
+def part_problems(checkpoint: Checkpoint, name: str, kind: Kind, rows: int, columns: int) -> Iterator[str]:
+    """What is wrong with the tensors of a linear [rows, columns], by their headers: one line each."""
+    if kind is COMPRESSED_NVFP4 and name + ".weight" in checkpoint:
+        yield f"checkpoint has both {quoted(name + '.weight')} and its packed form"
+    if name + ".weight_scale_inv" in checkpoint:
+        yield f"{quoted(name + '.weight')}: FP8 in blocks (weight_scale_inv) is not supported; rows are"
+        return
+    if kind.form == "nvfp4" and columns % 16:
+        yield f"{quoted(name)}: NVFP4 needs a multiple of 16 columns, not {columns}"
+    for suffix in FOREIGN[kind.name]:
+        if f"{name}.{suffix}" in checkpoint:
+            weight = checkpoint.tensors.get(name + ".weight")
+            stored = weight.dtype if weight is not None and kind is PLAIN else kind.title
+            yield f"{quoted(f'{name}.{kind.codes}')}: a {stored} weight must not have {suffix}"
+    for suffix, dtypes, shapes, required in _parts(kind, rows, columns):
+        tensor = checkpoint.tensors.get(f"{name}.{suffix}")
+        if tensor is None:
+            if required:
+                yield f"checkpoint has no tensor {quoted(f'{name}.{suffix}')}"
+        elif tensor.dtype not in dtypes or (shapes and tensor.shape not in shapes):
+            yield wrong(tensor, dtypes, shapes)
+        elif kind is PLAIN and (not tensor.shape or tensor.shape[0] != rows or tensor.elements != rows * columns):
+            yield wrong(tensor, (), ((rows, columns),))
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def _parts(kind: Kind, rows: int, columns: int) -> Iterator[tuple[str, tuple[str, ...], Shapes, bool]]:
+    """(suffix, types, shapes, required) of every part of a linear; no shapes: any."""
+    if kind is PLAIN:
+        yield "weight", PLAIN_TYPES, (), True
+    elif kind is FP8_ROWS:
+        yield "weight", ("F8_E4M3",), ((rows, columns),), True
+        yield "weight_scale", PLAIN_TYPES, ((rows, 1), (rows,), *SCALAR), True
+    else:
+        modelopt = kind is MODELOPT_NVFP4
+        yield kind.codes, ("U8",), ((rows, columns // 2),), True
+        yield "weight_scale", ("F8_E4M3", "U8"), ((rows, columns // 16),), True
+        yield "weight_scale_2" if modelopt else "weight_global_scale", ("F32",), SCALAR, True
+        yield "input_scale" if modelopt else "input_global_scale", ("F32",), SCALAR, False
+
+
+def wrong(tensor: SourceTensor, dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:
+    """One line for a tensor of another type or shape."""
+    wanted = " or ".join([*dtypes[:1], *dtypes[1:]])
+    sizes = " or ".join(str(list(shape)) for shape in shapes)
+    needed = " ".join(part for part in (wanted, sizes) if part)
+    return f"tensor {quoted(tensor.name)} is {tensor.dtype} {list(tensor.shape)}; {needed} is needed"
+
+
 def find_linear(checkpoint: Checkpoint, name: str, rows: int, columns: int, notes: Notes) -> Linear:
     """The linear called `name` (without `.weight`), which must be [rows, columns].
 
-    A plain weight of more dimensions is read as [rows, columns] in C order. Errors: ConfigError naming the tensor;
-    PayloadError for a divisor that is not finite and positive.
+    A plain weight of more dimensions is read as [rows, columns] in C order. Scalars are read, weights are not.
+    Errors: ConfigError naming the tensor; PayloadError for a divisor that is not finite and positive.
     """
-    if name + ".weight_packed" in checkpoint:
-        if name + ".weight" in checkpoint:
-            raise ConfigError(f"checkpoint has both {quoted(name + '.weight')} and its packed form")
-        return _nvfp4(checkpoint, name, "weight_packed", rows, columns, notes)
-    weight = checkpoint.tensor(name + ".weight")
-    if weight.dtype == "U8":
-        return _nvfp4(checkpoint, name, "weight", rows, columns, notes)
-    if name + ".weight_scale_inv" in checkpoint:
-        raise ConfigError(f"{quoted(name + '.weight')}: FP8 in blocks (weight_scale_inv) is not supported; rows are")
-    if weight.dtype == "F8_E4M3":
-        return _fp8(checkpoint, name, rows, columns, notes)
-    if weight.dtype not in PLAIN_TYPES:
-        raise ConfigError(f"{quoted(weight.name)}: dtype {weight.dtype} is not supported")
-    for suffix in (".weight_scale", ".weight_scale_2", ".weight_global_scale"):
-        if name + suffix in checkpoint:
-            raise ConfigError(f"{quoted(weight.name)}: a {weight.dtype} weight must not have {suffix[1:]}")
-    if not weight.shape or weight.shape[0] != rows or weight.elements != rows * columns:
-        raise _wrong_shape(weight, (rows, columns))
-    return Linear(name, checkpoint, "plain", rows, columns, weight)
+    kind = kind_of(checkpoint, name)
+    for problem in part_problems(checkpoint, name, kind, rows, columns):
+        raise ConfigError(problem)
+    weight = checkpoint.tensor(f"{name}.{kind.codes}")
+    scale = None if kind is PLAIN else checkpoint.tensor(name + ".weight_scale")
+    divisor = input_divisor = None
+    if kind is COMPRESSED_NVFP4:
+        divisor = _scalar(checkpoint, name + ".weight_global_scale")
+        input_divisor = _scalar(checkpoint, name + ".input_global_scale")
+    elif kind is MODELOPT_NVFP4:
+        divisor = _reciprocal(_scalar(checkpoint, name + ".weight_scale_2"), name + ".weight_scale_2", notes)
+        input_divisor = _reciprocal(_scalar(checkpoint, name + ".input_scale"), name + ".input_scale", notes)
+    elif scale is not None and scale.dtype != "BF16":
+        exact = checkpoint.read(scale).astype(np.float32).reshape(-1)
+        if not np.array_equal(bf16_to_f32(scale_words(exact)), exact):
+            notes.rounded_scales.append(scale.name)
+    return Linear(name, checkpoint, kind.form, rows, columns, weight, scale, divisor, input_divisor)
 
 
-def _wrong_shape(tensor: SourceTensor, wanted: Sequence[int]) -> ConfigError:
-    found = f"{tensor.dtype} {list(tensor.shape)}"
-    return ConfigError(f"tensor {quoted(tensor.name)} is {found}; the configuration needs {list(wanted)}")
+def _scalar(checkpoint: Checkpoint, name: str) -> np.float32 | None:
+    """A divisor or multiplier, None when the checkpoint has none."""
+    if name not in checkpoint:
+        return None
+    return check_divisor(checkpoint.read(checkpoint.tensor(name)).reshape(()), quoted(name))
 
 
-def _part(checkpoint: Checkpoint, name: str, dtypes: tuple[str, ...], shapes: Sequence[Sequence[int]]) -> SourceTensor:
-    tensor = checkpoint.tensor(name)
-    if tensor.dtype not in dtypes or tensor.shape not in [tuple(s) for s in shapes]:
-        found = f"{tensor.dtype} {list(tensor.shape)}"
-        wanted = f"{' or '.join(dtypes)} {' or '.join(str(list(s)) for s in shapes)}"
-        raise ConfigError(f"tensor {quoted(name)} is {found}; {wanted} is needed")
-    return tensor
-
-
-def _scalar(checkpoint: Checkpoint, name: str) -> np.float32:
-    tensor = _part(checkpoint, name, ("F32",), ((), (1,), (1, 1)))
-    return check_divisor(checkpoint.read(tensor).reshape(()), quoted(name))
-
-
-def _reciprocal(multiplier: np.float32, name: str, notes: Notes) -> np.float32:
+def _reciprocal(multiplier: np.float32 | None, name: str, notes: Notes) -> np.float32 | None:
+    if multiplier is None:
+        return None
     with np.errstate(over="ignore"):
         divisor = np.float32(1) / multiplier
     if float(divisor) * float(multiplier) != 1:
         notes.inexact_divisors.append(name)
     return check_divisor(divisor, f"{quoted(name)}: the divisor 1/{multiplier}")
-
-
-def _nvfp4(checkpoint: Checkpoint, name: str, packed: str, rows: int, columns: int, notes: Notes) -> Linear:
-    if columns % 16:
-        raise ConfigError(f"{quoted(name)}: NVFP4 needs a multiple of 16 columns, not {columns}")
-    weight = _part(checkpoint, f"{name}.{packed}", ("U8",), ((rows, columns // 2),))
-    scale = _part(checkpoint, name + ".weight_scale", ("F8_E4M3", "U8"), ((rows, columns // 16),))
-    input_divisor = None
-    if packed == "weight_packed":
-        divisor = _scalar(checkpoint, name + ".weight_global_scale")
-        if name + ".input_global_scale" in checkpoint:
-            input_divisor = _scalar(checkpoint, name + ".input_global_scale")
-    else:
-        source = name + ".weight_scale_2"
-        divisor = _reciprocal(_scalar(checkpoint, source), source, notes)
-        if name + ".input_scale" in checkpoint:
-            source = name + ".input_scale"
-            input_divisor = _reciprocal(_scalar(checkpoint, source), source, notes)
-    return Linear(name, checkpoint, "nvfp4", rows, columns, weight, scale, divisor, input_divisor)
-
-
-def _fp8(checkpoint: Checkpoint, name: str, rows: int, columns: int, notes: Notes) -> Linear:
-    weight = _part(checkpoint, name + ".weight", ("F8_E4M3",), ((rows, columns),))
-    scale = _part(checkpoint, name + ".weight_scale", PLAIN_TYPES, ((rows, 1), (rows,), (), (1,), (1, 1)))
-    if scale.dtype != "BF16":
-        exact = checkpoint.read(scale).astype(np.float32).reshape(-1)
-        if not np.array_equal(bf16_to_f32(scale_words(exact)), exact):
-            notes.rounded_scales.append(scale.name)
-    return Linear(name, checkpoint, "fp8", rows, columns, weight, scale)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from artifacts.container.directory_v2 import Identity
 from artifacts.container.directory_v3 import DirectoryV3
 from artifacts.container.schema import ObjectPlan, place
 from artifacts.convert.config import model_config
-from artifacts.convert.linear import Notes, Stack
+from artifacts.convert.linear import Linear, Notes, Stack
+from artifacts.convert.preflight import Need
 from artifacts.convert.recipe import SOURCE, Recipe
 from artifacts.convert.sources import Source
 from artifacts.errors import ArtifactError, FormatError, IdentityError, quoted
@@ -44,12 +45,17 @@ class Job:
 
 @dataclass
 class ConversionPlan:
-    """Identity and jobs in file order; `configs` by component, in version 3 spelling."""
+    """Identity and jobs in file order; `configs` by component, in version 3 spelling; `layout` of the source.
+
+    `twins`: unquantized linears of the quantized checkpoint and of its base, which must be equal word for word.
+    """
 
     identity: Identity
     jobs: list[Job]
     registered: bool
     configs: dict[str, dict[str, Any]]
+    twins: list[tuple[Linear, Linear]]
+    layout: str = ""
 
     def directory_v3(self, provenance: dict[str, Any], dims: TextDims) -> DirectoryV3:
         """The version 3 directory of the same objects."""
@@ -100,6 +106,15 @@ class Planner:
             format_rule=rule,
         )
 
+    def needs(self) -> list[Need]:
+        """Every object that is made of a checkpoint's tensors, and which checkpoint that is."""
+        objects = self._objects(lambda _, default: default if default in ("FP32", "I32") else "BF16", {})
+        return [
+            Need(plan, is_matrix(plan.name, plan.shape), self.recipe.source_of(plan.name) if self.base else "main")
+            for plan in objects
+            if plan.name != "text/draft_head_token_ids"
+        ]
+
     def build(self, model_id: str, resources: Mapping[str, bytes], config: Mapping[str, object]) -> ConversionPlan:
         """Decide every format, find every source, check the identity. Errors name the object or the tensor."""
         stacks: dict[str, Stack] = {}
@@ -120,7 +135,22 @@ class Planner:
             configs["mtp"] = {"architectures": ["Qwen3_5MTP"]}
         if self.vision is not None:
             configs["vision"] = self.vision.to_config()
-        return ConversionPlan(identity, jobs, entry is not None, configs)
+        return ConversionPlan(identity, jobs, entry is not None, configs, self._twins())
+
+    def _twins(self) -> list[tuple[Linear, Linear]]:
+        """Pairs of linears that the recipe wants to be equal and that the quantized checkpoint left unquantized."""
+        pairs: list[tuple[Linear, Linear]] = []
+        if self.base is None:
+            return pairs
+        for need in self.needs():
+            if not (need.is_matrix and self.recipe.equals_base(need.plan.name)):
+                continue
+            for linear in self.base.stack(need.plan.name, need.plan.shape, self.draft_ids).linears:
+                name = self.main.trunk + linear.name.removeprefix(self.base.trunk)
+                weight = self.main.checkpoint.tensors.get(name + ".weight")
+                if weight is not None and weight.dtype == "BF16" and linear.weight.dtype == "BF16":
+                    pairs.append((self.main.linear(name, linear.rows, linear.columns), linear))
+        return pairs
 
     def _formats(self, stacks: dict[str, Stack]) -> dict[str, str]:
         defaults: dict[str, str] = {}

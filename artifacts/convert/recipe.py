@@ -10,6 +10,8 @@
     [sources]                         # object name or shell pattern -> "main" | "base"; later lines win
     "mtp/*" = "base"
 
+    equal_to_base = ["text/layers/*"] # (before the tables) matrices whose unquantized words must be those of the base
+
 The format "source" keeps what the checkpoint holds: NVFP4, FP8 rows or BF16. Everything not named keeps the format of
 its schema. Only matrices have a choice; norms, gates, convolutions, biases and ids are fixed by the mathematics.
 """
@@ -32,7 +34,7 @@ SOURCE = "source"
 MATRIX_FORMATS = tuple(n for n in FORMATS if n not in ("FP32", "I32"))
 SHIPPED = ("bf16", "groupwise-int", "nvfp4", "nvfp4-packed", "nvfp4-mixed")
 MAX_RECIPE_BYTES = 1 << 20
-_MEMBERS = {"weights_id", "schema", "scale", "extends", "formats", "sources"}
+_MEMBERS = {"weights_id", "schema", "scale", "extends", "formats", "sources", "equal_to_base"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Recipe:
     formats: tuple[tuple[str, str], ...] = ()
     sources: tuple[tuple[str, str], ...] = ()
     overrides: tuple[tuple[str, str], ...] = field(default=())
+    equal_to_base: tuple[str, ...] = ()
 
     def format_of(self, name: str, default: str) -> str:
         """The format that the recipe gives a matrix object; `default` is the schema's."""
@@ -54,6 +57,10 @@ class Recipe:
     def source_of(self, name: str) -> str:
         """`main` or `base`: the checkpoint an object is read from when there are two."""
         return _last_match(self.sources, name, "main")
+
+    def equals_base(self, name: str) -> bool:
+        """Whether a matrix object that the quantized checkpoint left unquantized must be the base's."""
+        return any(fnmatchcase(name, pattern) for pattern in self.equal_to_base)
 
     def with_overrides(self, overrides: Mapping[str, str], scale: str | None = None) -> Recipe:
         """The recipe with formats by object name or pattern on top, and another NVFP4 scale choice."""
@@ -113,10 +120,13 @@ def parse_recipe(text: str, name: str) -> Recipe:
         raise ConfigError(f"{what}: schema must be one of {', '.join(SCHEMAS)}, not {quoted(schema)}")
     if scale not in SCALE_METHODS:
         raise ConfigError(f"{what}: scale must be one of {', '.join(SCALE_METHODS)}, not {quoted(scale)}")
+    equal = record.get("equal_to_base", list(base.equal_to_base) if base else [])
+    if not isinstance(equal, list) or not all(isinstance(pattern, str) for pattern in equal):
+        raise ConfigError(f"{what}: equal_to_base must be an array of object names or patterns")
     formats, sources = _table(record, "formats", what), _table(record, "sources", what)
     if base:
         formats, sources = base.formats + formats, base.sources + sources
-    return Recipe(name, weights_id, schema, scale, formats, sources)
+    return Recipe(name, weights_id, schema, scale, formats, sources, equal_to_base=tuple(equal))
 
 
 def load_recipe(name: str) -> Recipe:

@@ -6,13 +6,12 @@ vision patch filter is flattened, and gates are widened to FP32.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from artifacts.convert.checkpoint import Checkpoint, SourceTensor
-from artifacts.convert.linear import Linear, Notes, Piece, Stack, exact_bf16, find_linear
+from artifacts.convert.linear import SUFFIXES, Linear, Notes, Piece, Stack, exact_bf16, find_linear
 from artifacts.errors import ConfigError, quoted
 from artifacts.formats import Array, bf16_to_f32
 from artifacts.identities import TextDims
@@ -20,8 +19,6 @@ from artifacts.identities import TextDims
 TRUNKS = ("model.language_model.", "language_model.model.", "model.")
 HEADS = ("lm_head", "language_model.lm_head", "model.lm_head")
 TOWERS = ("model.visual.", "visual.")
-# Tensors of a quantized checkpoint that describe activations or caches; the artifact has no place for them.
-IGNORED = re.compile(r"\.(k_scale|v_scale|q_scale|prob_scale|input_scale|output_scale|input_global_scale|inv_freq)$")
 
 VECTORS = {
     "input_norm": "input_layernorm.weight",
@@ -67,15 +64,15 @@ class Source:
         self.checkpoint, self.dims, self.notes = checkpoint, dims, notes
         self.used: set[str] = set()
         self._linears: dict[str, Linear] = {}
-        self.trunk = self._prefix(TRUNKS, "embed_tokens.weight", "layers.0.input_layernorm.weight")
+        self.trunk = self._trunk()
         self.tower = next((t for t in TOWERS if any(n.startswith(t) for n in checkpoint)), None)
 
-    def _prefix(self, choices: tuple[str, ...], *probes: str) -> str:
-        for prefix in choices:
-            if all(prefix + probe in self.checkpoint for probe in probes):
+    def _trunk(self) -> str:
+        for prefix in TRUNKS:
+            if any(name.startswith(prefix + "layers.") for name in self.checkpoint):
                 return prefix
-        wanted = " or ".join(c + "embed_tokens.weight" for c in choices)
-        raise ConfigError(f"checkpoint {quoted(self.checkpoint.directory.name)} has no text trunk: no {wanted}")
+        wanted = " or ".join(f"{prefix}layers" for prefix in TRUNKS)
+        raise ConfigError(f"checkpoint {quoted(self.checkpoint.directory.name)} has no text layers: no {wanted}")
 
     @property
     def has_mtp(self) -> bool:
@@ -111,16 +108,12 @@ class Source:
         if linear is None or (linear.rows, linear.columns) != (rows, columns):
             linear = find_linear(self.checkpoint, name, rows, columns, self.notes)
             self._linears[name] = linear
-            self.used.update(n for n in self._family(name) if n in self.checkpoint)
+            self.use_linear(name)
         return linear
 
-    @staticmethod
-    def _family(name: str) -> Iterator[str]:
-        for suffix in (
-            "weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_scale_2", "input_global_scale",
-            "input_scale",
-        ):  # fmt: skip
-            yield f"{name}.{suffix}"
+    def use_linear(self, name: str) -> None:
+        """Count the tensors of a linear as used."""
+        self.used.update(part for suffix in SUFFIXES if (part := f"{name}.{suffix}") in self.checkpoint)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> SourceTensor:
         tensor = self.checkpoint.tensor(name)
@@ -129,18 +122,9 @@ class Source:
         self.used.add(name)
         return tensor
 
-    def unused(self, base: Source | None) -> list[str]:
-        """Tensors nothing was made of. Errors: ConfigError when one belongs to the text layers and `base` had none."""
-        rest = sorted(n for n in self.checkpoint if n not in self.used)
-        known = {n.removeprefix(base.trunk) for n in base.used} if base is not None else set()
-        for name in rest:
-            if (
-                name.startswith(self.trunk + "layers.")
-                and name.removeprefix(self.trunk) not in known
-                and not IGNORED.search(name)
-            ):
-                raise ConfigError(f"tensor {quoted(name)} is not part of a model with these dimensions")
-        return rest
+    def unused(self) -> list[str]:
+        """Tensors that nothing was made of."""
+        return sorted(n for n in self.checkpoint if n not in self.used)
 
     # -- matrices
 

@@ -9,9 +9,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 import numpy as np
 
 from artifacts.container.writer import PayloadWriter
-from artifacts.convert.linear import exact_bf16
-from artifacts.convert.plan import Job
-from artifacts.errors import ArtifactError, quoted
+from artifacts.convert.linear import Linear, exact_bf16
+from artifacts.convert.plan import ConversionPlan, Job
+from artifacts.errors import ArtifactError, PayloadError, quoted
 from artifacts.formats import FORMATS, NVFP4, Array, Fields, Nvfp4Format, absolute_maximum
 from artifacts.formats.base import default_threads, rows_per_block
 from artifacts.layouts import layout_of
@@ -50,6 +50,29 @@ def _blocks(job: Job) -> Iterator[tuple[int, int]]:
 
 def _named(job: Job, error: ArtifactError) -> ArtifactError:
     return type(error)(f"object {quoted(job.plan.name)}: {error}")
+
+
+def require_equal(twins: Iterable[tuple[Linear, Linear]], threads: int | None, progress: Progress | None = None) -> None:
+    """Compare pairs of linears word for word. `progress` gets elements. Errors: PayloadError naming tensor and row."""
+
+    def task(one: Linear, other: Linear, r0: int, r1: int) -> Task:
+        def run() -> None:
+            equal = one.words(r0, r1)["words"] == other.words(r0, r1)["words"]
+            if not equal.all():
+                row = r0 + int(equal.all(axis=1).argmin())
+                raise PayloadError(f"tensor {quoted(one.name + '.weight')}: row {row} differs from that of --base")
+            if progress is not None:
+                progress(equal.size)
+
+        return run
+
+    def tasks() -> Iterator[Task]:
+        for one, other in twins:
+            step = max(1, TASK_ELEMENTS // one.columns)
+            for r0 in range(0, one.rows, step):
+                yield task(one, other, r0, min(r0 + step, one.rows))
+
+    run_tasks(tasks(), threads)
 
 
 def find_maxima(jobs: Iterable[Job], threads: int | None, progress: Progress) -> dict[str, float]:
@@ -146,10 +169,10 @@ def write_jobs(
     run_tasks((task(job, r0, r1) for job in matrices for r0, r1 in _blocks(job)), threads)
 
 
-def work_elements(jobs: Iterable[Job]) -> int:
-    """What `progress` of write_jobs adds up to."""
-    total = 0
-    for job in jobs:
+def work_elements(plan: ConversionPlan) -> int:
+    """What `progress` of require_equal and write_jobs adds up to."""
+    total = sum(one.rows * one.columns for one, _ in plan.twins)
+    for job in plan.jobs:
         if job.stack is not None:
             twice = job.plan.format == NVFP4.name and job.action != "copy"
             total += job.stack.rows * job.stack.columns * (2 if twice else 1)

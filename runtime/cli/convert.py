@@ -80,6 +80,7 @@ def convert_command(
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; default: all cores.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.ninfer.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the checkpoint and report, write nothing.")] = False,
 ) -> None:
     """Convert a checkpoint directory to a .ninfer artifact, with a report in OUT.ninfer.conversion.json."""
     if weights not in SHIPPED and not weights.endswith(".toml"):
@@ -99,6 +100,7 @@ def convert_command(
         overwrite=force,
         container=int(container.value),
         file_limit=file_limit or DEFAULT_FILE_LIMIT,
+        dry_run=dry_run,
     )
     console = Console(stderr=True)
     columns = (TextColumn("converting"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
@@ -117,8 +119,6 @@ def convert_command(
         report = convert(
             directory, output, options, log=lambda text: print(f"ninferc: {text}", file=sys.stderr), progress=start
         )
-    identity = report["identity"]
-    print(
-        f"ninferc: {output}: {identity['model_id']} / {identity['weights_id']}, {report['file']['bytes']} bytes",
-        file=sys.stderr,
-    )
+    identity, size = report["identity"], report["file"]["bytes"]
+    what = f"would have {size} bytes" if dry_run else f"{size} bytes"
+    print(f"ninferc: {output}: {identity['model_id']} / {identity['weights_id']}, {what}", file=sys.stderr)
