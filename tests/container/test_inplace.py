@@ -1,7 +1,7 @@
 """migrate and relabel: a crash after any prefix of the writes leaves the old or the new file, and a re-run completes."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -40,8 +40,10 @@ class CrashingDisk(Disk):
     def __init__(self, budget: int, scatter: np.random.Generator | None = None) -> None:
         self.budget = budget
         self.scatter = scatter
+        self.costs: list[int] = []  # of the operations begun, in order
 
     def _spend(self, cost: int) -> None:
+        self.costs.append(cost)
         self.budget -= cost
         if self.budget < 0:
             raise Crash
@@ -73,11 +75,11 @@ class CrashingDisk(Disk):
         super().remove(path)
 
 
-def _cost(path: Path, run: Callable[[Path, Disk], object]) -> int:
-    """Units that a whole run spends."""
+def _costs(path: Path, run: Callable[[Path, Disk], object]) -> list[int]:
+    """Units of every operation of a whole run."""
     disk = CrashingDisk(1 << 40)
     run(path, disk)
-    return (1 << 40) - disk.budget
+    return disk.costs
 
 
 def _state(path: Path) -> tuple[str, bytes]:
@@ -85,9 +87,14 @@ def _state(path: Path) -> tuple[str, bytes]:
         return f"{artifact.version} {artifact.identity}", artifact.read(0, artifact.payload_bytes).tobytes()
 
 
-def _budgets(total: int, step: int) -> Iterator[int]:
-    yield from range(0, total, step)
-    yield from range(max(0, total - 40), total)  # the last write, byte by byte
+def _budgets(costs: list[int], step: int, short: int = 32) -> list[int]:
+    """Before and after every operation and inside it: every byte of writes up to `short`, of others every `step` bytes."""
+    budgets, start = set(), 0
+    for cost in costs:
+        inside = range(0, cost, 1 if cost <= short else step)
+        budgets |= {start + at for at in (*inside, 1, cost - 1)}
+        start += cost
+    return sorted(budget for budget in budgets if budget < start)
 
 
 def _crash_everywhere(
@@ -96,9 +103,10 @@ def _crash_everywhere(
     work = original.with_name("work.ninfer")
     payload = _state(original)[1]
     shutil.copyfile(original, work)
-    total = _cost(work, run)
+    costs = _costs(work, run)
+    assert len(costs) == 6  # save, name the backup, spoil the length, the directory, the prefix, remove the backup
     outcomes = set()
-    for budget in _budgets(total, step):
+    for budget in _budgets(costs, step):
         shutil.copyfile(original, work)
         with pytest.raises(Crash):
             run(work, CrashingDisk(budget))
@@ -121,16 +129,43 @@ def _relabel(path: Path, disk: Disk | None) -> object:
     return relabel(path, "other-weights", disk=disk)
 
 
-@pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.slow)])
 def test_migrate_survives_a_crash_at_every_write(tmp_path: Path, step: int) -> None:
     original = write_v1(tmp_path / "v1.ninfer")
     _crash_everywhere(original, BACKUP_SUFFIX, _migrate, "1 old-model", "2 old-model/groupwise-int", step)
 
 
-@pytest.mark.parametrize("step", [211, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [128, pytest.param(1, marks=pytest.mark.slow)])
 def test_relabel_survives_a_crash_at_every_write(tmp_path: Path, step: int) -> None:
     original = write_v2(tmp_path / "v2.ninfer", "bf16")
     _crash_everywhere(original, RELABEL_SUFFIX, _relabel, "2 sample/bf16", "2 sample/other-weights", step)
+
+
+def test_a_second_crash_while_the_first_is_undone(tmp_path: Path) -> None:
+    """Every pair of operations: stop before or after one, run again, stop before or after one of that run."""
+    original = write_v1(tmp_path / "v1.ninfer")
+    payload, work = _state(original)[1], tmp_path / "work.ninfer"
+    shutil.copyfile(original, work)
+    pairs = 0
+    for first in _budgets(_costs(work, _migrate), 1 << 20, short=0):
+        shutil.copyfile(original, work)
+        with pytest.raises(Crash):
+            migrate(work, disk=CrashingDisk(first))
+        saved = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        for second in _budgets(_costs(work, _migrate), 1 << 20, short=0):
+            for path in set(tmp_path.iterdir()) - set(saved):
+                path.unlink()
+            for path, content in saved.items():
+                path.write_bytes(content)
+            with pytest.raises(Crash):
+                migrate(work, disk=CrashingDisk(second))
+            assert _state(work)[1] == payload
+            migrate(work)
+            assert _state(work) == ("2 old-model/groupwise-int", payload), (first, second)
+            pairs += 1
+        for path in set(tmp_path.iterdir()) - {original}:
+            path.unlink()
+    assert pairs > 100
 
 
 def test_crash_during_recovery_and_scattered_sectors(tmp_path: Path) -> None:
@@ -139,7 +174,7 @@ def test_crash_during_recovery_and_scattered_sectors(tmp_path: Path) -> None:
     work = tmp_path / "work.ninfer"
     rng = np.random.default_rng(3)
     shutil.copyfile(original, work)
-    total = _cost(work, _migrate)
+    total = sum(_costs(work, _migrate))
     for _ in range(60):
         shutil.copyfile(original, work)
         for _ in range(3):  # interrupted, and interrupted again while recovering
