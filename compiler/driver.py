@@ -23,6 +23,7 @@ from compiler.kernels.attention_decode import MAX_COLUMNS, work_items
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.model import ModelError, ModelSpec, bind, spec_from_config
 from compiler.ops.attn_prepare import frequency_table, native_frequencies
+from compiler.passes.coresident import check_coresident
 from compiler.passes.lower import lower
 from compiler.passes.memory import align
 from compiler.passes.schedule import Group, Scheduler
@@ -271,6 +272,8 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
             entry: KernelImage(specs[entry], sources[entry], cubins[entry].image, cubins[entry].resources)
             for entry in specs
         }
+    if options.tp > 1:
+        check_coresident(phases, kernels, caps)
     identity = ArtifactIdentity(artifact.directory_digest, artifact.file_bytes, artifact.directory_bytes, artifact.version,
                                 artifact.identity.model_id, artifact.identity.weights_id or "")  # fmt: skip
     frequencies = frequency_table(native_frequencies(spec.rope_theta, spec.rotary_dim))

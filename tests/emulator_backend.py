@@ -107,9 +107,11 @@ class EmulatorBackend:
             for place in call.scratch.values():
                 self.memory[place.rank][WORK][place.offset : place.end] = 0xFF
             try:
-                together = getattr(self.program.kernels[call.entry].spec, "cooperative", False)
-                launch(self._kernel(call.entry), call.grid, call.block, arguments, call.smem, self.seed,
-                       concurrency="grid" if together else 1, limit_seconds=300)  # fmt: skip
+                options: dict[str, Any] = {"cluster": call.cluster[0]} if call.cluster[0] > 1 else {}
+                if self.program.kernels[call.entry].spec.cooperative:
+                    options["concurrency"] = "grid"
+                launch(self._kernel(call.entry), call.grid, call.block, arguments, call.smem, self.seed, limit_seconds=300,
+                       **options)  # fmt: skip
             except Exception as error:
                 layer = call.ops[0].layer
                 raise RuntimeError(f"phase {phase}, call {call.index} {call.entry} (layer {layer}): {error}") from error

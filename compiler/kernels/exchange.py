@@ -167,14 +167,13 @@ def candidates_spec(op: Op, types: Mapping[str, TensorType], lanes: int, width: 
 
 
 def merge_spec(op: Op, types: Mapping[str, TensorType], lanes: int, width: int, caps: DeviceCaps) -> KernelSpec:
-    """Candidates of both ranks to a token, one block per row."""
+    """Candidates of both ranks to a token, one block per row or, of many rows, per multiprocessor."""
     _two_ranks(op)
     rows = types["candidates"].shape[0]
-    require(rows <= caps.sms, op, f"{rows} rows; at most {caps.sms} blocks are resident at once")
     last, per_lane, label = _rows(rows, lanes, width)
     return KernelSpec(
-        f"sample_merge_t{label}_{_arch(caps)}", "sample_merge.cu.j2", {"width": per_lane, "last_rows": last}, (1, rows, 1),
-        MERGE_THREADS, 0,
-        ("candidates", "lane_sampling", "run_len", "run_ncols", "lane_prompt_len", "pf_control", "token", *PROTOCOL),
-        scalars={"ordinal": op.int_attr("ordinal")}, reason="top 20 of both ranks, the same draw on each",
+        f"sample_merge_t{label}_{_arch(caps)}", "sample_merge.cu.j2", {"width": per_lane, "last_rows": last},
+        (1, min(rows, caps.sms), 1), MERGE_THREADS, 0,
+        ("candidates", "lane_sampling", "run_len", "run_ncols", "lane_prompt_len", "pf_control", "token", "rows", *PROTOCOL),
+        scalars={"ordinal": op.int_attr("ordinal"), "rows": rows}, reason="top 20 of both ranks, the same draw on each",
     )  # fmt: skip

@@ -286,7 +286,7 @@ def test_greedy_ties_take_the_lowest_row(kernel_backend: Any, transport: int, ra
     logits[1, [96, 120]] = 7.0
     logits[1, 191] = 99.0  # a padded row
     logits[2, [3, 100]] = np.nan, 4.0
-    arch = kernel_backend.caps()
+    arch = kernel_backend.caps(sms=2)  # a block walks over rows
     tables: dict[str, Any] = {"lane_sampling": np.zeros((rows, 8), np.int32), "run_slot": np.zeros(rows, np.int32),
                               "run_ncols": np.ones(rows, np.int32), "token_counts": np.zeros((1, 2 * share), np.int32),
                               "pf_control": None, "run_len": np.ones(rows, np.int32),

@@ -1,0 +1,70 @@
+"""The rule that blocks which wait find room: on planned programs, and broken in every way it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from compiler.driver import CompileOptions, compile_program
+from compiler.emit.arch import caps
+from compiler.ir.types import IRError
+from compiler.kernels import exchange
+from compiler.passes.coresident import check_coresident, waiting_blocks
+from compiler.program.model import Call, KernelImage, Program
+from tests import models
+
+OPTIONS: dict[str, Any] = {"max_context": 256, "max_concurrency": 8, "prefill_chunk": 128, "tp": 2,
+                           "pairs": ((1, 1), (1, 8), (8, 8))}  # fmt: skip
+
+
+@pytest.mark.parametrize("sms", [8, 66, 132])
+def test_programs_keep_the_rule(sms: int) -> None:
+    """Few multiprocessors too: a rank's share of a small card. Slices do not add to what waits."""
+    program = compile_program(models.artifact("dense-small"), caps("sm_90a", sms=sms), CompileOptions(**OPTIONS), images=False)
+    waiting = [item for phase in program.phases.values() for item in phase.calls if waiting_blocks(item)]
+    assert len(waiting) > 20 and max(waiting_blocks(item) for item in waiting) == min(sms, 128)
+
+
+def test_the_pass_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel choice that breaks the rule does not compile."""
+    chosen = exchange.residual_spec
+    monkeypatch.setattr(exchange, "residual_spec", lambda *args: replace(chosen(*args), grid=(1, 133, 1)))
+    with pytest.raises(IRError, match="133 blocks wait for others, 132 multiprocessors hold one each"):
+        compile_program(models.artifact("dense-small"), caps("sm_90a"), CompileOptions(**OPTIONS), images=False)
+
+
+def _resources(program: Program, entry: str, **changes: int) -> dict[str, KernelImage]:
+    image = program.kernels[entry]
+    return {**program.kernels, entry: replace(image, resources=replace(image.resources, **changes))}
+
+
+CASES: list[tuple[Callable[[Call], Call], dict[str, int], bool, str]] = [
+    (lambda c: replace(c, grid=(1, 133, 2)), {}, False, "133 blocks wait for others"),
+    (lambda c: replace(c, grid=(1, 1, 200), ops=()), {}, True, "200 blocks wait for others"),
+    (lambda c: replace(c, block=1056), {}, False, "a block of 1056 threads"),
+    (lambda c: replace(c, smem=240 << 10), {}, False, "does not fit a multiprocessor"),
+    (lambda c: c, {"registers": 255 + 2}, False, "does not fit a multiprocessor"),
+    (lambda c: c, {"static_smem": 240 << 10}, False, "does not fit a multiprocessor"),
+    (lambda c: replace(c, cluster=(4, 4, 1)), {}, False, "clusters of 16 blocks; at most 8"),
+]
+
+
+@pytest.mark.parametrize(("change", "resources", "cooperative", "message"), CASES, ids=[case[3] for case in CASES])
+def test_what_breaks_it_is_refused(change: Callable[[Call], Call], resources: dict[str, int], cooperative: bool,
+                                   message: str) -> None:  # fmt: skip
+    program = models.program("dense-small", **OPTIONS)
+    phase = program.phases["prefill"]
+    index = next(i for i, item in enumerate(phase.calls) if waiting_blocks(item))
+    calls = list(phase.calls)
+    calls[index] = change(calls[index])
+    kernels = _resources(program, calls[index].entry, **resources)
+    if cooperative:
+        image = kernels[calls[index].entry]
+        kernels[calls[index].entry] = replace(image, spec=replace(image.spec, cooperative=True))
+    check_coresident(program.phases, program.kernels, program.caps)
+    with pytest.raises(IRError, match=message) as raised:
+        check_coresident({phase.name: replace(phase, calls=tuple(calls))}, kernels, program.caps)
+    assert calls[index].entry in str(raised.value) and "prefill" in str(raised.value)
