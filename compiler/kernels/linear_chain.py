@@ -306,6 +306,8 @@ def chain_spec(links: Sequence[Link], tile: ChainTile, caps: DeviceCaps, eps: fl
         scratch=scratch,
         zeroed=frozenset(name for name in scratch if name == "barrier" or name.endswith("_arrivals")),
         cooperative=True,
+        waits_first=True,
+        published=tuple(name for name in args if name.endswith("_normed")),
         reason=f"{len(links)} products in one kernel of {blocks} blocks, {tile.warps} warps, {tile.stages} stages; "
         + ", ".join(f"[{link.product.n}, {link.product.k}] {16 * t.mtiles} rows x {t.warps_k} warps, {t.groups} groups"
                     for link, t in zip(links, tile.links, strict=True)),

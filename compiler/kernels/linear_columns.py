@@ -319,6 +319,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         scalars=scalars,
         scratch=scratch,
         zeroed=frozenset({"arrivals"}) if tile.split else frozenset(),
+        waits_first=True,
         reason=f"{blocks} blocks of {tile.warps_r} x {tile.warps_k} warps, {16 * tile.mtiles} rows a tile, K in "
         f"{product.segments * product.slices} slices, {tile.stages} stages, activations "
         f"{'resident' if tile.resident else 'streamed'}{', a segment per block' if tile.split else ''}, dependents released "

@@ -39,7 +39,9 @@ class KernelSpec:
     ``scalars`` (32-bit integers or floats known at compile time). ``scratch`` are per-call buffers in bytes by
     argument name, poisoned by the VM. ``zeroed`` scratch must be zero at first launch and is left as the kernel's next
     launch needs it. ``cooperative``: blocks wait for each other, so all of them must be resident at once.
-    ``late_release``: the programmatic edge to dependents is released late (long kernels).
+    ``waits_first``: no block lets dependents start before its own dependency wait has returned; what it has stored by then of
+    ``published`` arguments, it has stored for all to see. ``early``: arguments besides weights that the kernel touches before
+    its wait (compiler/passes/early.py proves that it may).
     """
 
     entry: str
@@ -54,4 +56,7 @@ class KernelSpec:
     zeroed: frozenset[str] = frozenset()
     cluster: tuple[int, int, int] = (1, 1, 1)
     cooperative: bool = False
+    waits_first: bool = False
+    published: tuple[str, ...] = ()
+    early: tuple[str, ...] = ()
     reason: str = ""

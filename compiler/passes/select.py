@@ -11,6 +11,8 @@ from compiler.ir.types import IRError, Ref, TensorType
 from compiler.kernels import exchange
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.passes.chain import PRODUCTS, chain_at
+from compiler.passes.early import check_early
+from compiler.passes.gdn_layer import gdn_layer_at
 from compiler.passes.schedule import Group
 
 
@@ -108,9 +110,14 @@ def select(graph: OpGraph, caps: DeviceCaps, chains: bool = True) -> list[Group]
             groups.append(exchange_and_norm(graph, node, norm, caps))
             fused.add(norm)
             continue
+        if op.kind == "gdn_gates" and (layer := gdn_layer_at(graph, node, caps, groups)) is not None:
+            groups.append(layer)
+            fused.update(layer.nodes)
+            continue
         if op.kind not in FAMILIES:
             raise IRError(f"op {op.kind} has no kernel family; known: {', '.join(sorted(FAMILIES))}")
         site = Site(graph, op, caps)
         spec = FAMILIES[op.kind](site)
         groups.append(Group(spec, (op,), (node,), operands(op) | row_count(site, spec), frozenset(), op.rank))
+    check_early(graph, groups, caps.programmatic_edges)
     return groups

@@ -215,7 +215,7 @@ def _call(index: int, data: dict[str, Any]) -> Call:
 
 def _spec(data: dict[str, Any]) -> KernelSpec:
     fields = dict(data)
-    for name in ("grid", "cluster", "args"):
+    for name in ("grid", "cluster", "args", "published", "early"):
         fields[name] = tuple(fields[name])
     fields["zeroed"] = frozenset(fields["zeroed"])
     return KernelSpec(**fields)

@@ -40,6 +40,7 @@ class _Launch(ctypes.Structure):
                 ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("dynamic_bytes", ctypes.c_uint),
                 ("shared_limit", ctypes.c_uint), ("static_limit", ctypes.c_uint), ("resident", ctypes.c_uint),
                 ("require_grid_wait", ctypes.c_uint), ("checked", ctypes.c_uint), ("region_count", ctypes.c_uint),
+                ("cluster", ctypes.c_uint),
                 ("seed", ctypes.c_ulonglong), ("regions", ctypes.c_void_p), ("limit_seconds", ctypes.c_double)]
 
 
@@ -246,8 +247,9 @@ def _three(value: int | Sequence[int]) -> tuple[int, int, int]:
 
 
 def launch(kernel: Kernel, grid: int | Sequence[int], block: int | Sequence[int], args: Sequence[Any],
-           smem_bytes: int = 0, schedule_seed: int = 0, *, concurrency: int | str = 1, programmatic: bool = False,
-           constants: Sequence[int] = (), memory: Sequence[DeviceArray | np.ndarray[Any, Any]] = (),
+           smem_bytes: int = 0, schedule_seed: int = 0, *, concurrency: int | str = 1, cluster: int = 1,
+           programmatic: bool = False, constants: Sequence[int] = (),
+           memory: Sequence[DeviceArray | np.ndarray[Any, Any]] = (),
            limit_seconds: float = 60.0) -> None:
     """Runs a kernel; writable array arguments are updated in place.
 
@@ -257,6 +259,7 @@ def launch(kernel: Kernel, grid: int | Sequence[int], block: int | Sequence[int]
     schedule_seed  0: threads in ascending order, asynchronous copies land at their wait.  Others: random order of blocks,
                    warps and lanes; copies land late (seed % 3 == 0), at once (1) or mixed (2).
     concurrency    blocks alive at once; "grid" for all (kernels whose blocks wait for each other)
+    cluster        blocks of a cluster, neighbours in x: they run together
     programmatic   checks the rule of programmatic edges: every block executes grid_dependency_wait, and checked accesses
                    before it touch only the arguments listed (by position) in ``constants``
     memory         further memory the kernel reaches through addresses stored in memory, or that array arguments view
@@ -270,6 +273,8 @@ def launch(kernel: Kernel, grid: int | Sequence[int], block: int | Sequence[int]
         raise EmulatorError(f"kernel {kernel.name}: {threads} threads per block, {kernel.max_threads} are allowed")
     if grid3[1] > 65535 or grid3[2] > 65535:
         raise EmulatorError(f"kernel {kernel.name}: grid {grid3} exceeds 65535 in y or z")
+    if not 1 <= cluster <= 16 or grid3[0] % cluster:
+        raise EmulatorError(f"kernel {kernel.name}: grid {grid3} does not consist of clusters of {cluster} blocks (at most 16)")
     if len(args) != len(kernel.parameters):
         raise TypeError(f"kernel {kernel.name} takes {len(kernel.parameters)} arguments, got {len(args)}")
     arrays = [(i, a) for i, a in enumerate(args) if isinstance(a, np.ndarray)]
@@ -308,7 +313,7 @@ def launch(kernel: Kernel, grid: int | Sequence[int], block: int | Sequence[int]
         ctypes.cast(kernel.library["ninferc_emulator_touch"], ctypes.c_void_p).value,
         ctypes.addressof(pointers), (ctypes.c_uint * 3)(*grid3), (ctypes.c_uint * 3)(*block3), smem_bytes,
         SHARED_LIMIT[kernel.arch], STATIC_SHARED_LIMIT, max(1, resident), int(programmatic), int(kernel.checked),
-        len(devices),
+        len(devices), cluster,
         schedule_seed, ctypes.addressof(regions), limit_seconds)
     with _lock:
         failed = _engine().ninferc_emulator_run(ctypes.byref(request))

@@ -12,7 +12,7 @@ static void check_block_end(Block* block) {
   for (u32 i = engine.dynamic_bytes; i < block->dynamic_room; ++i)
     if (block->dynamic_shared[i] != poison_byte)
       fail("store out of bounds: byte %u of %u bytes of dynamic shared memory", i, engine.dynamic_bytes);
-  if (block->bulk_count) fail("the block ended with a bulk copy still in flight");
+  if (block->bulk_count) fail("the block ended with a bulk copy or a store of its cluster still in flight");
   if (engine.require_grid_wait && block->grid_waits == 0)
     fail("the block ended without grid_dependency_wait, which every block of a kernel with programmatic edges must execute");
 }
@@ -24,6 +24,9 @@ static void start_block(Block* block) {
   ++engine.next_block;
   const auto grid = ninferc_emulator_grid_dim;
   block->index = {number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y};
+  block->cluster = &engine.clusters[number / engine.cluster_size];
+  block->cluster_rank = number % engine.cluster_size;
+  block->cluster->blocks[block->cluster_rank] = block;
   block->live = true;
   block->acquired = false;
   block->serial = engine.next_block;
@@ -57,6 +60,7 @@ static void start_block(Block* block) {
     f->exited = false;
     f->waits_for = nullptr;
     f->waited = false;
+    f->cluster_arrivals = f->cluster_waits = 0;
     f->atomic = nullptr;
     f->copy_count = 0;
     f->group = 0;
@@ -89,6 +93,7 @@ static void fiber_main() {
   if (--block->running == 0) {
     check_block_end(block);
     block->live = false;
+    block->cluster->blocks[block->cluster_rank] = nullptr;
     if (engine.next_block < engine.block_total) {
       // This fiber's stack is in use until the switch below, so a new block takes the spare set of fibers.
       Block* spare = engine.spare;

@@ -55,7 +55,7 @@ static void deliver(Block* b, u32 i) {
   const u32 dynamic_base = shared_dynamic_base();
   if (copy.destination >= dynamic_base) to += copy.destination - dynamic_base;
   else to = (b == engine.current_block ? engine.static_shared : b->static_shared) + (copy.destination - shared_window);
-  memcpy(to, copy.source, copy.bytes);
+  memcpy(to, copy.source ? copy.source : &copy.word, copy.bytes);
   for (u32 k = 0; k < b->mbarrier_count; ++k)
     if (b->mbarriers[k].address == copy.barrier) {
       b->mbarriers[k].bytes -= copy.bytes;
@@ -145,8 +145,42 @@ void ninferc_emulator_bulk_copy(unsigned destination, const void* source, unsign
   check_bulk_copy(ninferc_emulator_shared_pointer(destination, bytes, "bulk_copy"), bytes);
   ninferc_emulator_check_global(source, bytes, 0, "bulk_copy");
   find_mbarrier(barrier, "bulk_copy");
-  append(b->bulk, b->bulk_count, b->bulk_room, BulkCopy{destination, bytes, barrier, source});
+  append(b->bulk, b->bulk_count, b->bulk_room, BulkCopy{destination, bytes, barrier, source, 0});
   if (lands_early()) deliver(b, b->bulk_count - 1);
+}
+
+// ---- clusters ----------------------------------------------------------------------------------------------------
+void ninferc_emulator_cluster_arrive() {
+  Fiber* self = current();
+  Cluster* c = self->block->cluster;
+  if (self->cluster_arrivals != self->cluster_waits) fail("cluster_arrive: the thread has not waited since it last arrived");
+  ++self->cluster_arrivals;
+  if (++c->arrived == engine.cluster_size * engine.block_threads) {
+    c->arrived = 0;
+    ++c->phase;
+    engine.idle_sweeps = 0;
+  }
+  maybe_preempt(self);
+}
+void ninferc_emulator_cluster_wait() {
+  Fiber* self = current();
+  if (self->cluster_arrivals != self->cluster_waits + 1) fail("cluster_wait: the thread has not arrived");
+  while (self->block->cluster->phase < self->cluster_arrivals) ninferc_emulator_poll("cluster_wait");
+  ++self->cluster_waits;
+}
+void ninferc_emulator_st_async(unsigned destination, unsigned value, unsigned barrier, unsigned rank) {
+  Fiber* self = current();
+  ninferc_emulator_shared_pointer(destination, 4, "st_async");
+  if (rank >= engine.cluster_size) fail("st_async: the cluster has %u blocks, none of rank %u", engine.cluster_size, rank);
+  Block* b = self->block->cluster->blocks[rank];
+  if (self->cluster_waits == 0) fail("st_async before the cluster has met: the other block may not have started");
+  if (!b) fail("st_async: block %u of the cluster has ended", rank);
+  bool found = false;
+  for (u32 i = 0; i < b->mbarrier_count; ++i) found = found || b->mbarriers[i].address == barrier;
+  if (!found) fail("st_async: block %u has no mbarrier at shared address 0x%x", rank, barrier);
+  append(b->bulk, b->bulk_count, b->bulk_room, BulkCopy{destination, 4, barrier, nullptr, value});
+  if (lands_early()) deliver(b, b->bulk_count - 1);
+  engine.idle_sweeps = 0;
 }
 
 }  // extern "C"

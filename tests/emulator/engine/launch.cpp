@@ -39,7 +39,7 @@ struct ninferc_emulator_launch {
   void* (*touch_shared)();
   void** arguments;
   unsigned grid[3], block[3];
-  unsigned dynamic_bytes, shared_limit, static_limit, resident, require_grid_wait, checked, region_count;
+  unsigned dynamic_bytes, shared_limit, static_limit, resident, require_grid_wait, checked, region_count, cluster;
   unsigned long long seed;
   const Region* regions;
   double limit_seconds;
@@ -67,7 +67,9 @@ int ninferc_emulator_run(const ninferc_emulator_launch* launch) {
   ninferc_emulator_block_dim = {launch->block[0], launch->block[1], launch->block[2]};
   ninferc_emulator_grid_dim = {launch->grid[0], launch->grid[1], launch->grid[2]};
   ninferc_emulator_thread = nullptr;
-  engine.resident = launch->resident < engine.block_total ? launch->resident : engine.block_total;
+  engine.cluster_size = launch->cluster;
+  engine.resident = launch->resident < engine.cluster_size ? engine.cluster_size : launch->resident;
+  if (engine.resident > engine.block_total) engine.resident = engine.block_total;
 
   launch->touch_shared();  // makes the loader allocate this thread's copy
   dl_iterate_phdr(find_tls, reinterpret_cast<void*>(launch->entry));
@@ -96,13 +98,18 @@ int ninferc_emulator_run(const ninferc_emulator_launch* launch) {
            engine.dynamic_bytes, launch->shared_limit);
     engine.blocks = static_cast<Block**>(calloc(engine.resident, sizeof(Block*)));
     if (!engine.blocks) fail("out of memory");
-    if (engine.seed != 0 && engine.block_total > 1) {
+    const u32 size = engine.cluster_size, clusters = engine.block_total / size;
+    engine.clusters = static_cast<Cluster*>(calloc(clusters, sizeof(Cluster)));
+    if (!engine.clusters) fail("out of memory");
+    if (engine.seed != 0 && engine.block_total > 1) {  // clusters in a drawn order, the blocks of each one after the other
       engine.order = static_cast<u32*>(malloc(engine.block_total * sizeof(u32)));
       if (!engine.order) fail("out of memory");
-      for (u32 i = 0; i < engine.block_total; ++i) {
+      for (u32 i = 0; i < clusters; ++i) {
         const u32 j = draw(i + 1);
-        engine.order[i] = engine.order[j];
-        engine.order[j] = i;
+        for (u32 k = 0; k < size; ++k) {
+          engine.order[i * size + k] = engine.order[j * size + k];
+          engine.order[j * size + k] = i * size + k;
+        }
       }
     }
     start_checks();
@@ -119,6 +126,7 @@ int ninferc_emulator_run(const ninferc_emulator_launch* launch) {
   free_block(engine.spare);
   free(engine.blocks);
   free(engine.order);
+  free(engine.clusters);
   return engine.failed ? 1 : 0;
 }
 

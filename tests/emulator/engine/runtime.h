@@ -17,7 +17,7 @@ struct Block;
 struct Warp;
 
 struct Copy { u32 destination, bytes, valid, group; const void* source; };
-struct BulkCopy { u32 destination, bytes, barrier; const void* source; };
+struct BulkCopy { u32 destination, bytes, barrier; const void* source; u32 word; };  // without a source: of the word
 struct MBarrier { u32 address, expected, pending, phase; long long bytes; u32 known[32]; };
 
 enum Operation { op_sync, op_shuffle, op_vote, op_match, op_mma, op_ldmatrix, op_stmatrix };
@@ -46,6 +46,7 @@ struct Fiber {
   const char* wait_file;
   int wait_line;
   const void* atomic;  // the last atomic or scoped access: not checked for races
+  u32 cluster_arrivals, cluster_waits;  // of this thread
   bool exited, waited;
 };
 
@@ -58,10 +59,15 @@ struct Warp {
   u32 epoch, known[32];
 };
 
+// Blocks that run together: `phase` barriers are complete.
+struct Cluster { Block* blocks[16]; u32 arrived, phase; };
+
 struct NamedBarrier { u32 expected, arrived, predicates, warps; u32 waiting[32]; };
 
 struct Block {
   ninferc_emulator_dim3 index;
+  Cluster* cluster;
+  u32 cluster_rank;
   u32 slot, serial, warp_count, running, ready_warps, grid_waits;
   bool live, acquired;
   Warp* warps;
@@ -86,6 +92,8 @@ struct Engine {
   Block* current_block;
   Warp* current_warp;
   u32* order;
+  Cluster* clusters;
+  u32 cluster_size;
   u32 resident, unfinished, next_block, block_total, block_threads, dynamic_bytes, static_bytes;
   u8* static_shared;
   u64 seed, random, clock;

@@ -7,7 +7,6 @@ namespace ninferc::gdn {
 
 constexpr f32 l2_eps = 1e-6f;  // added to the sum of squares
 
-// (Σx² + ε)^(-1/2), correctly rounded: a state accumulates thousands of products with normalised keys.
 // e^x for x <= 0, within 0.6 units in the last place (the library's expf allows 2): a decay multiplies the whole state.
 // Cody-Waite reduction by ln 2 in two parts, then the Taylor polynomial on |r| <= ln 2 / 2.
 NINFERC_DEVICE f32 decay_exp(f32 x) {
@@ -24,7 +23,17 @@ NINFERC_DEVICE f32 decay_exp(f32 x) {
   return e * bits_float(u32(half + 127) << 23) * bits_float(u32(rest + 127) << 23);
 }
 
+// (Σx² + ε)^(-1/2), correctly rounded: a state accumulates thousands of products with normalised keys.
 NINFERC_DEVICE f32 l2_scale(f32 sum_of_squares) { return __frsqrt_rn(sum_of_squares + l2_eps); }
+// A lane's part of the sum of squares of a head: four neighbouring values, added over the warp by warp_sum.
+NINFERC_DEVICE f32 head_squares(const f32 (&x)[4]) {
+  return __fmaf_rn(x[0], x[0], x[1] * x[1]) + __fmaf_rn(x[2], x[2], x[3] * x[3]);
+}
+// The factor of q: `scale` normalises it, and the output is divided by √dk.
+template <u32 dk>
+NINFERC_DEVICE f32 query_scale(f32 scale) {
+  return scale * __frsqrt_rn(f32(dk));
+}
 
 // The lazily committed slot of one lane.
 struct Slot {

@@ -34,6 +34,13 @@ NINFERC_DEVICE Channels<vector> load_channels(const bf16* pointer) {
   else if constexpr (vector == 4) return bit_cast<Channels<vector>>(ld_global<u32x2>(pointer));
   else return bit_cast<Channels<vector>>(ld_global<u32x4>(pointer));
 }
+// Past L1, for what a kernel may read before its dependency wait.
+template <u32 vector>
+NINFERC_DEVICE Channels<vector> load_committed(const bf16* pointer) {
+  if constexpr (vector == 2) return bit_cast<Channels<vector>>(ld_cg<u32>(pointer));
+  else if constexpr (vector == 4) return bit_cast<Channels<vector>>(ld_cg<u32x2>(pointer));
+  else return bit_cast<Channels<vector>>(ld_cg<u32x4>(pointer));
+}
 template <u32 vector>
 NINFERC_DEVICE void store_channels(bf16* pointer, const Channels<vector>& value) {
   if constexpr (vector == 2) st_global(pointer, bit_cast<u32>(value));
@@ -44,6 +51,7 @@ NINFERC_DEVICE void store_channels(bf16* pointer, const Channels<vector>& value)
 template <u32 vector>
 struct Taps {
   Channels<vector> w[4];
+  Taps() = default;
   NINFERC_DEVICE Taps(const bf16* weights, i32 channels, i32 channel) {
 #pragma unroll
     for (u32 j = 0; j < 4; ++j) w[j] = load_channels<vector>(weights + j * channels + channel);
@@ -79,12 +87,16 @@ NINFERC_DEVICE bf16* record_column(const ConvOperands& p, const Slot& s, i32 par
   return p.record + ((i64(parity) * p.slots + s.slot) * p.records + i) * p.channels;
 }
 
-// Column i of (window ++ records), zero at the start of a sequence.
+// Column i of (window ++ records) of the slot's parity.
+NINFERC_DEVICE const bf16* committed_column(const ConvOperands& p, const Slot& s, i32 i) {
+  return i < 3 ? window_column(p, s, s.parity, i) : record_column(p, s, s.parity, i - 3);
+}
+
+// The same in registers, zero at the start of a sequence.
 template <u32 vector>
 NINFERC_DEVICE Channels<vector> history_column(const ConvOperands& p, const Slot& s, i32 channel, i32 i) {
   if (s.length == 0) return Channels<vector>{};
-  const bf16* source = i < 3 ? window_column(p, s, s.parity, i) : record_column(p, s, s.parity, i - 3);
-  return load_channels<vector>(source + channel);
+  return load_committed<vector>(committed_column(p, s, i) + channel);
 }
 
 template <u32 vector>

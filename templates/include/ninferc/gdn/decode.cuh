@@ -141,8 +141,7 @@ struct ColumnLoads {
       const u32 item = i * S::warps + warp_id(), t = item / 2;
       if (t >= count) break;
       const f32 x[4] = {bf16x2_lo(raw[i].x), bf16x2_hi(raw[i].x), bf16x2_lo(raw[i].y), bf16x2_hi(raw[i].y)};
-      const f32 sum = __fmaf_rn(x[0], x[0], x[1] * x[1]) + __fmaf_rn(x[2], x[2], x[3] * x[3]);
-      const f32 scale = l2_scale(warp_sum(sum));
+      const f32 scale = l2_scale(warp_sum(head_squares(x)));
       if (part >= S::dk) continue;
       if (item & 1) {
         const f32x4 k{x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale};
@@ -150,7 +149,7 @@ struct ColumnLoads {
         if (!S::commit && at.writes_k)
           st_global(p.rec_k + ((record + first + t) * S::key_heads + at.key_head) * S::dk + part, k);
       } else {
-        const f32 s = scale * __frsqrt_rn(f32(S::dk));
+        const f32 s = query_scale<S::dk>(scale);
         m.q[t][part / 4] = f32x4{x[0] * s, x[1] * s, x[2] * s, x[3] * s};
       }
     }

@@ -1,9 +1,9 @@
 // g = −exp(A_log)·softplus(a + dt_bias) and β = σ(b), with a and b the products of 2·Hv weight rows with the hidden rows.
 //
 // Columns are the 16 rows of a matrix-core tile, weight rows its 8 columns.  The eight warps of a block each sum a fixed
-// eighth of K in a fixed order and warp 0..7 are added in that order, so a column's bits do not depend on how many columns
-// or weight rows a block holds.  Within a group of 32 values of K, lane `pair` reads values 8 pair … 8 pair + 7 as 16
-// bytes; both operands permute K alike, which a sum over K allows.
+// eighth of K in a fixed order (GateSum) and warp 0..7 are added in that order, so a column's bits do not depend on how many
+// columns or weight rows a block holds.  Within a group of 32 values of K, lane `pair` reads values 8 pair … 8 pair + 7 as
+// 16 bytes; both operands permute K alike, which a sum over K allows.
 #pragma once
 #include <ninferc/base/grid.cuh>
 #include <ninferc/base/mma.cuh>
@@ -24,6 +24,22 @@ struct GateOperands {
 };
 
 NINFERC_DEVICE f32 softplus(f32 x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
+NINFERC_DEVICE f32 log_decay(f32 a, f32 a_log, f32 dt_bias) { return -expf(a_log) * softplus(a + dt_bias); }
+NINFERC_DEVICE f32 write_strength(f32 b) { return 1.0f / (1.0f + expf(-b)); }
+
+// One warp's part of the sums, in two chains that the matrix cores run side by side: the lower and the upper half of every
+// 16 bytes.  a[h]: 16 bytes of column `group` + 8 h; b: of weight row `group`.
+struct GateSum {
+  f32 low[4] = {}, high[4] = {};
+  NINFERC_DEVICE void add(const u32x4& a0, const u32x4& a1, const u32x4& b) {
+    const u32 a_low[4] = {a0.x, a1.x, a0.y, a1.y}, a_high[4] = {a0.z, a1.z, a0.w, a1.w};
+    const u32 b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
+    mma_m16n8k16_bf16(low, a_low, b_low);
+    mma_m16n8k16_bf16(high, a_high, b_high);
+  }
+  // Element e: column `group` + 8 (e / 2), weight row 2 `pair` + e % 2.
+  NINFERC_DEVICE f32 total(u32 e) const { return low[e] + high[e]; }
+};
 
 // `rows` weight rows per block (at most 8·tiles), `hidden` a multiple of 8.
 template <u32 hidden, u32 heads, u32 tiles, u32 rows>
@@ -66,7 +82,7 @@ NINFERC_DEVICE void gates(const GateOperands& p) {
   grid_launch_dependents();  // first: a short kernel lets the next one fetch its weights meanwhile
   grid_dependency_wait();
 
-  f32 sum[tiles][4] = {};
+  GateSum sum[tiles];
   for (u32 g = begin; g < begin + per_warp; g += batch) {
     u32x4 a[batch][2];
 #pragma unroll
@@ -76,21 +92,14 @@ NINFERC_DEVICE void gates(const GateOperands& p) {
       for (u32 i = 0; i < batch; ++i) load_weights(b[i], g + i);
     }
 #pragma unroll
-    for (u32 i = 0; i < batch; ++i) {
-      const u32 low[4] = {a[i][0].x, a[i][1].x, a[i][0].y, a[i][1].y};
-      const u32 high[4] = {a[i][0].z, a[i][1].z, a[i][0].w, a[i][1].w};
+    for (u32 i = 0; i < batch; ++i)
 #pragma unroll
-      for (u32 t = 0; t < tiles; ++t) {
-        const u32 b_low[2] = {b[i][t].x, b[i][t].y}, b_high[2] = {b[i][t].z, b[i][t].w};
-        mma_m16n8k16_bf16(sum[t], low, b_low);
-        mma_m16n8k16_bf16(sum[t], high, b_high);
-      }
-    }
+      for (u32 t = 0; t < tiles; ++t) sum[t].add(a[i][0], a[i][1], b[i][t]);
   }
 #pragma unroll
   for (u32 t = 0; t < tiles; ++t)
 #pragma unroll
-    for (u32 e = 0; e < 4; ++e) partial[warp][group + 8 * (e / 2)][8 * t + 2 * pair + e % 2] = sum[t][e];
+    for (u32 e = 0; e < 4; ++e) partial[warp][group + 8 * (e / 2)][8 * t + 2 * pair + e % 2] = sum[t].total(e);
   sync_block();
   for (u32 i = threadIdx.x; i < 16 * rows; i += gate_warps * 32) {
     const u32 column = first_column + i / rows, row = first_row + i % rows;
@@ -98,11 +107,8 @@ NINFERC_DEVICE void gates(const GateOperands& p) {
     f32 total = partial[0][i / rows][i % rows];
 #pragma unroll
     for (u32 w = 1; w < gate_warps; ++w) total += partial[w][i / rows][i % rows];
-    f32 value;
-    if (row < heads)
-      value = -expf(ld_global<f32>(p.a_log + row)) * softplus(total + ld_global<f32>(p.dt_bias + row));
-    else
-      value = 1.0f / (1.0f + expf(-total));
+    const f32 value = row < heads ? log_decay(total, ld_global<f32>(p.a_log + row), ld_global<f32>(p.dt_bias + row))
+                                  : write_strength(total);
     st_global(p.gates + i64(column) * p.gates_stride + row, value);
   }
 }
