@@ -9,11 +9,10 @@ import numpy as np
 
 from compiler.ir.op import Context, Cost, Op, OpDef, register
 from compiler.ir.types import TensorType, Value
-from compiler.ops.conv import lane_rows
+from compiler.ops.conv import TABLES, lane_rows
 from compiler.ops.gdn import (
     CHUNK,
     MATRIX_WIDTH,
-    TABLES,
     check_columns,
     check_state,
     chunk_step,

@@ -8,6 +8,7 @@ from compiler.ir.graph import OpGraph
 from compiler.kernels import gdn_layer
 from compiler.kernels.gdn_layer import LayerOps
 from compiler.kernels.spec import DeviceCaps
+from compiler.ops.conv import TABLES
 from compiler.passes.early import settled
 from compiler.passes.schedule import Group
 
@@ -49,7 +50,7 @@ def gdn_layer_at(graph: OpGraph, node: int, caps: DeviceCaps, before: Sequence[G
         return None
     operands = ops.operands()
     states = {operands[name].value for name in gdn_layer.STATES}
-    committed = states | {operands[name].value for name in gdn_layer.TABLES}
+    committed = states | {operands[name].value for name in TABLES}
     level = "nothing"
     for name, reads in (("state", committed), ("hidden", committed | {operands["h"].value})):
         if settled(graph, before, ops.gdn.rank, reads, states, caps.programmatic_edges):

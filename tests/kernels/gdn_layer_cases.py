@@ -68,7 +68,8 @@ class WholeLayer:
             self.weights["wa"] = self.weights["wb"] = np.concatenate([wa, wb])
         self.state: dict[str, Array] = {
             "window": poisoned((2, self.slots, 3, s.channels)), "record": poisoned((2, self.slots, self.records, s.channels)),
-            "recurrent": poisoned((self.slots, hv, dv, dk), "f32"), "rec_k": poisoned((2, self.slots, self.records, hk, dk), "f32"),
+            "recurrent": poisoned((self.slots, hv, dv, dk), "f32"),
+            "rec_k": poisoned((2, self.slots, self.records, hk, dk), "f32"),
             "rec_u": poisoned((2, self.slots, self.records, hv, dv), "f32"),
             "rec_alpha": poisoned((2, self.slots, self.records, hv), "f32"),
             **{name: np.zeros(self.slots, np.int32) for name in ("pending", "parity", "length")}}  # fmt: skip

@@ -52,7 +52,8 @@ class ConvLayer:
             operands["x2"] = View(np.ascontiguousarray(other), 8, self.channels - self.split)
         operands |= {"w": self.w, "window": self.windows, "record": self.record, "y": View(y, 8, self.channels),
                      "lane_slot": np.array(slots, np.int32), "lane_ncols": np.array([len(x) for x in lanes], np.int32),
-                     "lane_len": self.length[list(slots)].copy(), "slot_pending": self.pending, "slot_parity": self.parity}  # fmt: skip
+                     "lane_len": self.length[list(slots)].copy(), "slot_pending": self.pending,
+                     "slot_parity": self.parity}  # fmt: skip
         op = op_of("conv", operands, vars_of(conv.Conv), phase=phase)
         launch(self.backend, conv_spec(op, types_of(operands), len(lanes), width, self.backend.caps()), operands)
         for slot, x, count in zip(slots, lanes, accepted, strict=True):
