@@ -36,6 +36,19 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
+def write_all(handle: int, offset: int, data: memoryview) -> None:
+    """Write all of `data` (bytes, flat) at an offset of an open file. Where writes share one file position (Windows), the
+    caller keeps them apart. Errors: OSError."""
+    while data:
+        if hasattr(os, "pwrite"):
+            written = os.pwrite(handle, data, offset)
+        else:
+            os.lseek(handle, offset, os.SEEK_SET)
+            written = os.write(handle, data)
+        data = data[written:]
+        offset += written
+
+
 class OutputFile:
     """A file under construction beside `path`. `write_at` may be called from several threads.
 
@@ -49,6 +62,7 @@ class OutputFile:
         if not overwrite and os.path.lexists(path):
             raise OutputError(f"{quoted_path(path)} exists already")
         self._lock = threading.Lock()
+        self._flusher: threading.Thread | None = None
         self._temporary = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial"
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0)
         try:
@@ -69,25 +83,38 @@ class OutputFile:
             span = f"[{offset}, {offset + len(data)})"
             raise OutputError(f"{quoted_path(self.path)}: write of {span} leaves the planned {self.size} bytes")
         try:
-            while data:
-                written = self._write(data, offset)
-                data = data[written:]
-                offset += written
+            if hasattr(os, "pwrite"):
+                write_all(self._handle, offset, data)
+            else:
+                with self._lock:
+                    write_all(self._handle, offset, data)
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise OutputError(f"{quoted_path(self.path)}: no space left on the device") from None
             raise output_error(self.path, error) from None
 
-    def _write(self, data: memoryview, offset: int) -> int:
-        if hasattr(os, "pwrite"):
-            return os.pwrite(self._handle, data, offset)
-        with self._lock:  # Windows has one file position per handle
-            os.lseek(self._handle, offset, os.SEEK_SET)
-            return os.write(self._handle, data)
+    @property
+    def temporary(self) -> Path:
+        """Where the bytes lie until the file is published, for other processes that write some of them."""
+        return self._temporary
+
+    def start_flushing(self) -> None:
+        """Let the device begin with what was written so far, in the background; `flush` waits for everything."""
+        if self._flusher is None or not self._flusher.is_alive():
+            self._flusher = threading.Thread(target=self._sync, daemon=True)
+            self._flusher.start()
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._handle)
+        except OSError:
+            pass  # `flush` meets it again and reports it
 
     def flush(self) -> None:
         """Force the bytes to the device and close the handle; the file keeps its temporary name."""
         if self._open:
+            if self._flusher is not None:
+                self._flusher.join()
             try:
                 os.fsync(self._handle)
             except OSError as error:
@@ -126,6 +153,8 @@ class OutputFile:
     def discard(self) -> None:
         """Remove the file, under its final name too when this object published it."""
         if self._open:
+            if self._flusher is not None:
+                self._flusher.join()
             os.close(self._handle)
             self._open = False
         (self.path if self.published else self._temporary).unlink(missing_ok=True)

@@ -142,6 +142,25 @@ class PayloadWriter:
             if plane.unit_rows or r0 == 0:
                 self.write_at(name, offset, data)
 
+    def hand_out(self, name: str, begin: int, end: int) -> tuple[Path, int]:
+        """Count bytes [begin, end) of an object as written, and say where another process has to write them: a file and
+        the offset of `begin` in it. Errors: as write_at, OutputError when the bytes lie in two files.
+        """
+        entry = self._entry(name)
+        offset = entry.offset + begin
+        index = bisect_right(self._starts, offset) - 1
+        file, base, length = self._segments[index]
+        within = offset - self._starts[index]
+        if within + end - begin > length:
+            raise OutputError(f"object {quoted(name)}: bytes [{begin}, {end}) lie in two files")
+        self._record(entry, begin, end)
+        return file.temporary, base + within
+
+    def start_flushing(self) -> None:
+        """Let the device begin with what was written so far, in the background."""
+        for file, _, _ in self._segments:
+            file.start_flushing()
+
     def write_payload(self, offset: int, data: Any) -> None:
         """Write raw payload bytes, gaps included; the parts of objects that they hold count as written.
 

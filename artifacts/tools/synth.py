@@ -1,11 +1,11 @@
 """`synth`: a full-size artifact of random weights, for tests and benchmarks that must not need the real ones.
 
-Bits come from `synth_bits`, so that a GPU can produce the same weights without reading the file.
+Bits come from `synth_bits`, so that a GPU can produce the same weights without reading the file. Processes make and
+write them (`synth_worker`): threads would hand the interpreter's lock around more often than they compute.
 """
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +17,16 @@ from artifacts.formats.base import default_threads
 from artifacts.identities.plan import I32
 from artifacts.identities.registry import TOKEN_IDS, registered
 from artifacts.layouts import LAYOUTS
-from artifacts.tools.synth_bits import PlaneBits, WordSource, plane_bits, plane_key, row_masks, token_ids
+from artifacts.tools.synth_bits import WordSource, plane_bits, plane_key, row_masks, token_ids
 from artifacts.tools.synth_frontend import frontend
+from artifacts.tools.synth_worker import Job, Workers
 
-TASK_BYTES = 8 << 20
+TASK_BYTES = 32 << 20
+SMALL_BYTES = 512 << 20  # below this, starting processes takes longer than the work
+FLUSH_BYTES = 2 << 30
 
+Task = tuple[int, int, int]
+"""(plane, first byte, end byte); the first byte is a multiple of 8 and starts a row where rows have masks."""
 Progress = Callable[[int, int], None]
 """(bytes written, bytes in all)."""
 
@@ -29,8 +34,7 @@ Progress = Callable[[int, int], None]
 def tensor_bytes(tensor: TensorObject, index: int, seed: int, domain: int = TOKEN_IDS) -> np.ndarray:
     """All bytes of one synthetic tensor, a uint8 array; `index` is its position in the directory."""
     out = np.zeros(tensor.bytes, np.uint8)
-    source = WordSource()
-    for offset, data in _pieces(tensor, index, seed, domain, _tasks(tensor), source):
+    for offset, data in pieces(tensor, index, seed, domain, tasks_of(tensor), WordSource()):
         out[offset : offset + data.size] = data
     return out
 
@@ -45,15 +49,15 @@ def synthesize(
     domain: int = TOKEN_IDS,
     header_only: bool = False,
     overwrite: bool = False,
-    threads: int | None = None,
+    workers: int | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write an artifact of planned objects: resources as given, every tensor from the generator.
 
     domain: token ids that the tokenizer knows, for the id map of the proposal head. header_only: tensors, scalars
-    excepted, stay holes of a sparse file. Errors: OutputError, and those of ArtifactWriter.
+    excepted, stay holes of a sparse file. workers: processes, 1 for none; None: one per core, none for small files.
+    Errors: OutputError, and those of ArtifactWriter.
     """
-    count = default_threads() if threads is None else threads
     with ArtifactWriter(path, identity, plans, overwrite=overwrite, sparse=header_only) as writer:
         for name, data in resources.items():
             writer.write(name, data)
@@ -64,57 +68,59 @@ def synthesize(
                     writer.write(tensor.name, tensor_bytes(tensor, index, seed))
             return
         total = sum(tensor.bytes for _, tensor in tensors)
-        local = threading.local()
-
-        def work(index: int, tensor: TensorObject, task: tuple[int, int, int]) -> int:
-            if not hasattr(local, "source"):
-                local.source = WordSource()
-            written = 0
-            for offset, data in _pieces(tensor, index, seed, domain, [task], local.source):
-                writer.write_at(tensor.name, offset, data)
-                written += data.size
-            return written
-
-        done = 0
-        with ThreadPoolExecutor(count) as pool:
-            running: list[Future[int]] = []
-            try:
-                for index, tensor in tensors:
-                    for offset, length in LAYOUTS[tensor.layout].gaps(tensor.format, tensor.shape):
-                        writer.write_at(tensor.name, offset, bytes(length))
-                        done += length
-                    for task in _tasks(tensor):
-                        running.append(pool.submit(work, index, tensor, task))
-                        if len(running) >= 4 * count:  # bounded, so that an error stops the run soon
-                            done += running.pop(0).result()
-                            if progress is not None:
-                                progress(done, total)
-                for future in running:
-                    done += future.result()
-                    if progress is not None:
-                        progress(done, total)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        count = workers if workers is not None else 1 if total < SMALL_BYTES else default_threads()
+        write = _write_here if count == 1 else _write_in_processes
+        for _, tensor in tensors:
+            for offset, length in LAYOUTS[tensor.layout].gaps(tensor.format, tensor.shape):
+                writer.write_at(tensor.name, offset, bytes(length))
+        done = flushed = 0
+        with closing(write(writer, tensors, seed, domain, count)) as steps:
+            for written in steps:
+                done += written
+                if progress is not None:
+                    progress(done, total)
+                if done - flushed >= FLUSH_BYTES:
+                    flushed = done
+                    writer.start_flushing()  # the device works while the next bytes are made
 
 
-def _tasks(tensor: TensorObject) -> Iterator[tuple[int, int, int]]:
-    """(plane, first byte, end byte) of about TASK_BYTES; starts are multiples of 8 bytes and of whole rows' masks."""
+def _write_here(
+    writer: ArtifactWriter, tensors: list[tuple[int, TensorObject]], seed: int, domain: int, count: int
+) -> Generator[int, None, None]:
+    source = WordSource()
+    for index, tensor in tensors:
+        for offset, data in pieces(tensor, index, seed, domain, tasks_of(tensor), source):
+            writer.write_at(tensor.name, offset, data)
+            yield data.size
+
+
+def _write_in_processes(
+    writer: ArtifactWriter, tensors: list[tuple[int, TensorObject]], seed: int, domain: int, count: int
+) -> Generator[int, None, None]:
+    def jobs() -> Iterator[Job]:
+        for index, tensor in tensors:
+            planes = plane_bits(tensor)
+            for task in tasks_of(tensor):
+                begin, end = (planes[task[0]].offset + at for at in task[1:])
+                path, start = writer.hand_out(tensor.name, begin, end)
+                yield Job(path, start - begin, tensor, index, seed, domain, task)
+
+    with Workers(count) as pool:
+        yield from pool.run(jobs())
+
+
+def tasks_of(tensor: TensorObject) -> Iterator[Task]:
+    """Shares of about TASK_BYTES."""
     for plane in plane_bits(tensor):
         step = TASK_BYTES // (8 * plane.row_bytes) * 8 * plane.row_bytes or 8 * plane.row_bytes
         for begin in range(0, plane.bytes, step):
             yield plane.index, begin, min(begin + step, plane.bytes)
 
 
-def _pieces(
-    tensor: TensorObject,
-    index: int,
-    seed: int,
-    domain: int,
-    tasks: Iterable[tuple[int, int, int]],
-    source: WordSource,
+def pieces(
+    tensor: TensorObject, index: int, seed: int, domain: int, tasks: Iterable[Task], source: WordSource
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(offset in the tensor, bytes); the bytes are valid until the next piece is asked for."""
+    """(offset in the tensor, bytes) of tasks, a few hundred KiB at a time; valid until the next one is asked for."""
     planes = plane_bits(tensor)
     masks = row_masks(tensor)
     for number, begin, end in tasks:
@@ -122,20 +128,17 @@ def _pieces(
         if tensor.format == I32:
             yield begin, token_ids(tensor.shape[0], domain).view(np.uint8)[begin:end]
             continue
-        words = np.empty(-(-(end - begin) // 8), np.uint64)
         key = plane_key(seed, index, number)
-        for first in range(0, words.size, source.block):
-            source.fill(words[first : first + source.block], key, begin // 8 + first, plane.mask, plane.add)
-        data = words.view(np.uint8)[: end - begin]
-        if masks is not None:
-            _clear_padding(data, plane, masks[number])
-        yield plane.offset + begin, data
-
-
-def _clear_padding(data: np.ndarray, plane: PlaneBits, mask: np.ndarray) -> None:
-    """AND whole rows with the mask of one row; tasks start at row boundaries."""
-    rows = data.reshape(-1, plane.row_bytes)
-    rows &= mask
+        unit = 8 if masks is None else 8 * plane.row_bytes
+        step = max(1, 8 * source.block // unit) * unit
+        for first in range(begin, end, step):
+            length = min(step, end - first)
+            words = source.words(key, first // 8, -(-length // 8), plane.mask, plane.add)
+            data = words.view(np.uint8)[:length]
+            if masks is not None:
+                rows = data.reshape(-1, plane.row_bytes)
+                rows &= masks[number]
+            yield plane.offset + first, data
 
 
 def synthesize_registered(
@@ -145,7 +148,7 @@ def synthesize_registered(
     *,
     header_only: bool = False,
     overwrite: bool = False,
-    threads: int | None = None,
+    workers: int | None = None,
     progress: Progress | None = None,
 ) -> None:
     """A registered identity in full size. header_only: only directory, frontend files and scalars take disk space.
@@ -161,6 +164,6 @@ def synthesize_registered(
         seed,
         header_only=header_only,
         overwrite=overwrite,
-        threads=threads,
+        workers=workers,
         progress=progress,
     )

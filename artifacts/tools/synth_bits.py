@@ -65,15 +65,24 @@ def plane_key(seed: int, object_index: int, plane_index: int) -> int:
 
 
 class WordSource:
-    """Fills arrays of words, `block` at a time; one per thread, it owns scratch memory."""
+    """Makes words in memory of its own; one per thread. Runs of up to `block` words stay in the second-level cache."""
 
-    def __init__(self, block: int = 1 << 16) -> None:
+    def __init__(self, block: int = 1 << 15) -> None:
         self.block = block
         self._steps = np.arange(1, block + 1, dtype=np.uint64) * np.uint64(GOLDEN)
         self._scratch = np.empty(block, np.uint64)
+        self._out = np.empty(block, np.uint64)
 
-    def fill(self, out: Words, key: int, first: int, mask: int, add: int) -> None:
-        """Words first, first+1, … of a plane into `out`, at most `block` of them."""
+    def words(self, key: int, first: int, count: int, mask: int, add: int) -> Words:
+        """Words first … first+count-1 of a plane; valid until the next call."""
+        if count > self._out.size:
+            self._out = np.empty(count, np.uint64)
+        out = self._out[:count]
+        for begin in range(0, count, self.block):
+            self._fill(out[begin : begin + self.block], key, first + begin, mask, add)
+        return out
+
+    def _fill(self, out: Words, key: int, first: int, mask: int, add: int) -> None:
         if mask == 0:
             out[:] = add
             return

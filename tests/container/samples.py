@@ -72,7 +72,7 @@ def write_v2(
         draft_rows=draft_rows,
         resources={name: len(value) for name, value in data.items()},
     )
-    synthesize(path, Identity("sample", weights), plans, data, domain=290, threads=1)
+    synthesize(path, Identity("sample", weights), plans, data, domain=290, workers=1)
     return path
 
 

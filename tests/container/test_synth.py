@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import artifacts
-from artifacts import Artifact, Identity, TensorObject
+from artifacts import Artifact, Identity, ObjectPlan, TensorObject
 from artifacts.errors import IdentityError, OutputError
 from artifacts.formats import bf16_to_f32
 from artifacts.identities import TextDims, plan_objects
@@ -18,6 +18,7 @@ from artifacts.identities.dims import FULL, LINEAR
 from artifacts.identities.plan import CONFIG_RESOURCE
 from artifacts.identities.registry import REGISTRY, registered
 from artifacts.layouts import LAYOUTS, align_up, decode
+from artifacts.tools import synth, synth_worker
 from artifacts.tools.synth import synthesize, synthesize_registered, tensor_bytes
 from artifacts.tools.synth_bits import GOLDEN, plane_bits, target_rms, token_ids
 from artifacts.tools.synth_frontend import ADDED_TOKENS, BASE_TOKENS, frontend
@@ -107,13 +108,13 @@ def test_token_ids_are_unique_and_hold_the_special_ones() -> None:
     assert token_ids(10, 20).tolist() == list(range(10, 20))
 
 
-def test_threads_do_not_change_the_file(tmp_path: Path) -> None:
+def test_processes_do_not_change_the_file(tmp_path: Path) -> None:
     files = []
     data = {CONFIG_RESOURCE: json.dumps(DIMS.to_config()).encode()}
-    for threads in (1, 3):
-        path = tmp_path / f"{threads}.ninfer"
+    for workers in (1, 3):
+        path = tmp_path / f"{workers}.ninfer"
         plans = plan_objects(DIMS, "nvfp4", with_mtp=True, resources={n: len(v) for n, v in data.items()})
-        synthesize(path, Identity("m", "nvfp4"), plans, data, 9, threads=threads)
+        synthesize(path, Identity("m", "nvfp4"), plans, data, 9, workers=workers)
         files.append(path.read_bytes())
     assert files[0] == files[1]
     with artifacts.open(path) as artifact:
@@ -121,6 +122,34 @@ def test_threads_do_not_change_the_file(tmp_path: Path) -> None:
             if isinstance(entry, TensorObject):
                 want = tensor_bytes(entry, artifact.object_index(name), 9)
                 assert (artifact.tensor_bytes(name) == want).all()
+
+
+def test_an_interruption_ends_the_processes_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class Recorded(synth_worker.Workers):
+        def __init__(self, count: int) -> None:
+            super().__init__(count)
+            started.extend(self._processes)
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(synth, "Workers", Recorded)
+    with pytest.raises(KeyboardInterrupt):
+        synthesize(tmp_path / "a", Identity("m", "w"), [ObjectPlan("x", (640, 640), "BF16")], {}, workers=2, progress=stop)
+    assert list(tmp_path.iterdir()) == []
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
+
+
+def test_what_a_process_cannot_write(tmp_path: Path) -> None:
+    job = synth_worker.Job(tmp_path / "none", 0, _tensor((3, 64), "BF16"), 0, 0, 100, (0, 0, 384))
+    with synth_worker.Workers(2) as pool, pytest.raises(OutputError, match="none'?: No such file"):
+        list(pool.run(iter([job, job, job])))
+    with synth_worker.Workers(1) as pool:
+        pool._processes[0].kill()
+        with pytest.raises(OutputError, match="a process that writes it"):
+            list(pool.run(iter([job])))
 
 
 def test_header_only_is_sparse(tmp_path: Path) -> None:
@@ -269,7 +298,7 @@ def test_activations_stay_of_order_one_through_64_layers(tmp_path: Path, weights
     data = {CONFIG_RESOURCE: json.dumps(deep.to_config()).encode()}
     path = tmp_path / "a.ninfer"
     plans = plan_objects(deep, weights, resources={n: len(v) for n, v in data.items()})
-    synthesize(path, Identity("deep", weights), plans, data, threads=1)
+    synthesize(path, Identity("deep", weights), plans, data, workers=1)
     with artifacts.open(path) as artifact:
         logits, sizes = Model(artifact).run([1, 50, 7, 7, 299, 3])
     assert np.isfinite(logits).all() and max(sizes) < 50 and min(sizes) > 0.1
