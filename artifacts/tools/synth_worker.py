@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -61,7 +62,8 @@ class Workers:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
-                pipe.close()
+                with suppress(OSError):  # a line that the process did not take
+                    pipe.close()
 
     def run(self, jobs: Iterator[Job]) -> Iterator[int]:
         """Bytes written, job by job in any order. Errors: OutputError, the first one."""
