@@ -1,0 +1,77 @@
+"""NVIDIA's memory checker finds nothing in a small run: out-of-bounds and misaligned accesses, races in shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+
+from compiler.driver import CompileOptions, compile_program
+from runtime.backend import VMBackend
+from runtime.vm import Machine
+from tests import card, models
+from tests.gpu import small_run
+
+LIMIT = 60  # seconds that one tool may take
+FOUND = 99  # exit code for "the tool has something to report"
+UNSUPPORTED = "Device not supported"  # how the tool refuses a GPU that its sandbox hides
+
+
+def checker() -> str | None:
+    places = [shutil.which("compute-sanitizer"), "/usr/local/cuda/bin/compute-sanitizer"]
+    return next((place for place in places if place and os.path.exists(place)), None)
+
+
+def execute(prefix: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    command = [*prefix, sys.executable, "-m", "tests.gpu.small_run"]
+    return subprocess.run(command, cwd=models.ROOT, capture_output=True, text=True, timeout=seconds)
+
+
+@cache
+def expected() -> list[list[int]]:
+    """The run without a tool; it also leaves every cubin in the cache, so that no compiler runs under the tool."""
+    done = execute((), 300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    tokens: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", [("memcheck", "--leak-check", "no"), ("racecheck", "--racecheck-report", "all")],
+                         ids=lambda tool: tool[0])  # fmt: skip
+def test_nothing_is_found(tool: tuple[str, ...]) -> None:
+    program = checker()
+    if program is None:
+        pytest.skip("compute-sanitizer is not installed; it is a part of the CUDA toolkit")
+    want = expected()
+    done = execute([program, "--tool", *tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only",
+                    "--print-limit", "20"], LIMIT)  # fmt: skip
+    if UNSUPPORTED in done.stdout + done.stderr:
+        pytest.skip(f"compute-sanitizer: {UNSUPPORTED}")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    lines = done.stdout.splitlines()
+    assert any("ERROR SUMMARY: 0 errors" in line or "0 hazards displayed" in line for line in lines), lines[-5:]
+    assert json.dumps(want) in lines
+
+
+def test_the_run_takes_every_kind_of_step() -> None:
+    """What the tool executes, on the Python VM: every phase of the program is launched, and the tokens come."""
+    program = compile_program(models.artifact("example"), card.emulated(), CompileOptions(**small_run.OPTIONS), images=False)
+    backend = VMBackend(Machine(program, models.store("example"), "engine"))
+    launched: list[str] = []
+    launch = backend.launch
+
+    def noting(phase: str) -> None:
+        launched.append(phase)
+        launch(phase)
+
+    backend.launch = noting  # type: ignore[method-assign]
+    tokens = small_run.run(backend)
+    assert [len(lane) for lane in tokens] == [3, 3, 2]
+    assert set(launched) == set(program.phases) and launched.count("prefill") == 3
