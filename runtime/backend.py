@@ -31,6 +31,9 @@ class Backend(Protocol):
     def check(self) -> None:
         """Raise DeviceError when the ranks lost touch: outputs since then must not be used."""
 
+    def rank_egress(self, rank: int) -> Array:
+        """The egress ring of ``rank``, like ``egress``, which is that of rank 0."""
+
     def read(self, name: str, rank: int = 0) -> Array:
         """A copy of a shared value (state or table) in float32/int32, after ``wait``."""
 
@@ -47,7 +50,7 @@ class VMBackend:
         self.machine = machine
         self.program = machine.program
         self.ring = machine.ring
-        self.egress = machine.egress[: egress_extent(self.program.limits)]
+        self.egress = self.rank_egress(0)
         self.ingress = Ingress(self.ring, self.program.limits)
 
     def launch(self, phase: str) -> None:
@@ -58,6 +61,11 @@ class VMBackend:
 
     def check(self) -> None:
         return None
+
+    def rank_egress(self, rank: int) -> Array:
+        words = egress_extent(self.program.limits)
+        ring: Array = self.machine.egress[rank * words : (rank + 1) * words]
+        return ring
 
     def read(self, name: str, rank: int = 0) -> Array:
         return self.machine.read(name, rank).copy()

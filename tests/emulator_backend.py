@@ -42,7 +42,7 @@ class EmulatorBackend:
         ]
         self.regions = self.memory[0]
         self.ring = self.regions[RING].view(np.uint32)
-        self.egress = self.regions[EGRESS].view(np.int32)[: egress_extent(program.limits)]
+        self.egress = self.rank_egress(0)
         self.ingress = Ingress(self.ring, program.limits)
         self._kernels: dict[str, Any] = {}
         self._ends: dict[str, dict[int, int]] = {}
@@ -161,6 +161,10 @@ class EmulatorBackend:
 
     def check(self) -> None:
         return None
+
+    def rank_egress(self, rank: int) -> Array:
+        words = egress_extent(self.program.limits)
+        return self.regions[EGRESS].view(np.int32)[rank * words : (rank + 1) * words]
 
     def _decode(self, place: Placement, dtype: str, shape: tuple[int, ...]) -> Array:
         count = int(np.prod(shape))

@@ -25,6 +25,7 @@ class OpGraph:
     width: int
     outputs: set[str] = field(default_factory=set)  # activations that the host may read after the phase
     values: dict[str, Value] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)  # activations that all ranks must hold alike, read by the cross-rank check
     dag: nx.DiGraph = field(default_factory=nx.DiGraph)
     _writer: dict[str, int] = field(default_factory=dict)
     _readers: dict[str, set[int]] = field(default_factory=dict)

@@ -110,7 +110,8 @@ def _group(graph: OpGraph, steps: list[_Step], caps: DeviceCaps) -> Group | None
             norm = graph.op(step.norm)
             normed = norm.outputs["y"]
             operands |= {f"l{i}_x": norm.inputs["x"], f"l{i}_norm_w": norm.inputs["w"], f"l{i}_normed": normed}
-            needed = normed.value in graph.outputs or any(v not in inside for _, v in graph.dag.out_edges(step.norm))
+            readable = graph.outputs | graph.kept
+            needed = normed.value in readable or any(v not in inside for _, v in graph.dag.out_edges(step.norm))
             keep = needed and step.source == "chain"
             if not needed:
                 internal.add(normed.value)

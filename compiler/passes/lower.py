@@ -23,7 +23,8 @@ def _pieces(graph: OpGraph, op: Op, caps: DeviceCaps) -> tuple[tuple[Value, ...]
 def lower(graph: OpGraph, caps: DeviceCaps) -> OpGraph:
     """A new graph in which decode attention is split into partial results per chunk of keys and their merge, and
     prefill GDN into work inside the chunks and the carry across them."""
-    out = OpGraph(graph.name, graph.phase, graph.lanes, graph.width, set(graph.outputs), dict(graph.values))
+    out = OpGraph(graph.name, graph.phase, graph.lanes, graph.width, set(graph.outputs), dict(graph.values),
+                  set(graph.kept))
     for node, op in graph.ops():
         values, ops = _pieces(graph, op, caps)
         for value in values:

@@ -80,7 +80,7 @@ class Scheduler:
         kept = {name: p for name, p in placements.items() if not name.startswith("call")}
         values = {name: v for name, v in self.graph.values.items() if v.kind is Kind.ACTIVATION}
         phase = Phase(self.graph.name, self.graph.phase, self.graph.lanes, self.graph.width, tuple(calls), values, kept,
-                      tuple(sorted(self.graph.outputs)))
+                      tuple(sorted(self.graph.outputs)), tuple(sorted(self.graph.kept)))
         return phase, sizes
 
     def _counters(self, group: Group) -> dict[str, Placement]:
@@ -106,7 +106,7 @@ class Scheduler:
                 self.lifetimes.append(memory.Lifetime(buffer, nbytes, index, index, group.rank))
         for name, start in first.items():
             value = self.graph.values[name]
-            last = len(self.groups) - 1 if name in self.graph.outputs else self.accesses[name][-1]
+            last = len(self.groups) - 1 if name in self.graph.outputs | self.graph.kept else self.accesses[name][-1]
             self.lifetimes.append(memory.Lifetime(name, value.nbytes, start, last, value.rank))
 
     def _hazards(self) -> set[tuple[int, int]]:

@@ -34,6 +34,7 @@ HEAD_ATTRS = {
 REPLICATED = frozenset({"begin", "advance", "embed", "rmsnorm", "select_last"})
 STATE_AXIS = {"kv": 2, "recurrent": 1, "rec_k": 3, "rec_u": 3, "rec_alpha": 3, "window": 3, "record": 3}
 WIRES = ("f32", "bf16")
+MAX_KEPT_ROWS = 64  # hidden rows that stay readable for the cross-rank check; scoring has more
 
 
 def at(name: str, rank: int) -> str:
@@ -239,6 +240,9 @@ class _Pass:
             elif op.kind == "sample":
                 self._merge(op)
         self.new.outputs = {at(name, rank) for name in self.old.outputs for rank in range(self.tp)}
+        heads = [op for _, op in self.old.ops() if op.kind == "linear" and op.layer < 0]
+        few = [op.inputs["x"].value for op in heads if self.old.types(op)["x"].shape[0] <= MAX_KEPT_ROWS]
+        self.new.kept = {at(name, rank) for name in few for rank in range(self.tp)}
         return self.new
 
     def _weights(self, op: Op, rank: int) -> dict[str, Ref]:

@@ -25,7 +25,7 @@ from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.model.spec import ModelSpec
 from compiler.program.model import Arg, ArtifactIdentity, Call, KernelImage, Phase, Placement, Program
 
-VERSION = 3
+VERSION = 4
 MANIFEST = "program.json"
 HEAD = '{"ninferc_program":%d,"sha256":"%s","program":'  # then the content that the digest covers, then "}"
 MAX_MANIFEST = 256 << 20
@@ -97,6 +97,7 @@ def to_json(program: Program) -> dict[str, Any]:
                 "values": {n: _value_json(v) for n, v in p.values.items()},
                 "placements": {n: _place_json(x) for n, x in p.placements.items()},
                 "outputs": p.outputs,
+                "kept": p.kept,
                 "calls": [_call_json(call) for call in p.calls],
             }
             for name, p in program.phases.items()
@@ -256,6 +257,7 @@ def load(folder: Path) -> Program:
                 {n: _value(n, v) for n, v in p["values"].items()},
                 {n: _place(x) for n, x in p["placements"].items()},
                 tuple(p["outputs"]),
+                tuple(p["kept"]),
             )
             for name, p in data["phases"].items()
         }

@@ -83,6 +83,7 @@ class Phase:
     values: Mapping[str, Value]
     placements: Mapping[str, Placement]
     outputs: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()  # hidden rows before the output head of every rank, for the cross-rank check
 
     @property
     def columns(self) -> int:

@@ -41,6 +41,7 @@ CODES: dict[str, int] = {
     "runtime.session.RequestError": INPUT,
     "runtime.session.EngineFault": DEVICE,
     "runtime.cuda.driver.DeviceError": DEVICE,
+    "runtime.lockstep.RankMismatch": DEVICE,
     "builtins.KeyboardInterrupt": INTERRUPTED,
     "builtins.OSError": INPUT,
     "builtins.MemoryError": INPUT,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from compiler.control import EGRESS_ENTRIES, FAULT, egress_extent, egress_words
+from compiler.control import FAULT, egress_extent
 from compiler.ir.op import Array
 from compiler.ir.types import DTYPE_BYTES, Kind
 from compiler.passes.schedule import CHANNEL
@@ -51,7 +51,7 @@ class CudaBackend:
             ]
             self._host = {name: self._pinned(program.regions[0][name]) for name in (RING, EGRESS)}
             self.ring = self._host[RING].array.view(np.uint32)
-            self.egress = self._host[EGRESS].array.view(np.int32)[: egress_extent(program.limits)]
+            self.egress = self.rank_egress(0)
             self.ingress = Ingress(self.ring, program.limits)
             self.modules = Modules(program.kernels, self.devices)
             self._upload(weights, progress)
@@ -125,19 +125,10 @@ class CudaBackend:
             raise DeviceError("the two devices lost touch inside a step (an exchange did not arrive in time); the process must "
                               "end")  # fmt: skip
 
-    def check_lockstep(self, step: int) -> None:
-        """Compare the egress entries of all ranks of ``step`` (0-based, complete). Nothing to do on one rank.
-
-        Raises DeviceError naming the first word that differs."""
-        self.wait()
-        words, entry = egress_extent(self.program.limits), egress_words(self.program.limits.lanes)
-        rings = self._host[EGRESS].array.view(np.int32)
-        start = step % EGRESS_ENTRIES * entry
-        for rank in range(1, self.program.tp):
-            mine, other = rings[start : start + entry], rings[rank * words + start : rank * words + start + entry]
-            if not np.array_equal(mine, other):
-                word = int(np.argmax(mine != other))
-                raise DeviceError(f"step {step}: egress word {word} is {mine[word]} on rank 0, {other[word]} on rank {rank}")
+    def rank_egress(self, rank: int) -> Array:
+        words = egress_extent(self.program.limits)
+        ring: Array = self._host[EGRESS].array.view(np.int32)[rank * words : (rank + 1) * words]
+        return ring
 
     def resynchronise(self) -> None:
         """After a lost exchange: agree on the next sequence number, forget old words and the fault. Nothing may be running."""

@@ -144,6 +144,6 @@ def _lifetimes(phase: Phase) -> tuple[dict[int, list[str]], dict[int, list[str]]
     for name, index in first.items():
         births.setdefault(index, []).append(name)
     for name, index in last.items():
-        if index != len(phase.calls) - 1 and name not in phase.outputs:
+        if index != len(phase.calls) - 1 and name not in (*phase.outputs, *phase.kept):
             deaths.setdefault(index, []).append(name)
     return births, deaths
