@@ -15,6 +15,9 @@ ROW_LIMIT = 48  # (column, query head) rows of one pass: three matrix tiles, by 
 MAX_COLUMNS = 32  # of one lane: bits of a column mask (worklist.cuh)
 MAX_SLOTS = 8  # tiles in flight; more adds nothing once latency times bandwidth is covered
 RESERVED = 1024  # shared memory the driver keeps per block
+MERGE_SPAN = 16  # chunks that a group of threads adds up (merge_span in decode.cuh)
+PARTIAL_EARLY = ("lane_len", "page_table", "work", "work_count")
+MERGE_EARLY = ("lane_ncols", "lane_len")
 
 
 def group_columns(width: int, heads: int, kv_heads: int) -> int:
@@ -48,8 +51,9 @@ def _geometry(op: Op, width: int) -> tuple[int, int, int, int]:
     return heads, kv_heads, dim, group_columns(width, heads, kv_heads)
 
 
-def partial_spec(op: Op, types: Mapping[str, TensorType], width: int, caps: DeviceCaps) -> KernelSpec:
-    """Kernel of an ``attention_partial`` op for ``width`` columns per lane. Raises IRError when none fits ``caps``."""
+def partial_spec(op: Op, types: Mapping[str, TensorType], width: int, caps: DeviceCaps, early: bool = False) -> KernelSpec:
+    """Kernel of an ``attention_partial`` op for ``width`` columns per lane. ``early``: the operands ``PARTIAL_EARLY`` are
+    settled before the dependency wait. Raises IRError when none fits ``caps``."""
     heads, kv_heads, dim, group = _geometry(op, width)
     if not (caps.bf16_mma and caps.cp_async):
         raise IRError(f"op {op.kind} (layer {op.layer}): {caps.arch} has no bf16 matrix instructions; sm_80 or newer")
@@ -70,31 +74,38 @@ def partial_spec(op: Op, types: Mapping[str, TensorType], width: int, caps: Devi
     require(slots >= 2, op, f"{caps.smem_block} bytes of shared memory do not hold two tiles of {TILE} keys")
     smem = shared_bytes(dim, rows, slots)
     return KernelSpec(
-        entry=f"attn_decode_bf16_h{heads}x{kv_heads}_d{dim}_t{width}_p{row_pages}_s{slots}_{_arch(caps)}",
+        entry=f"attn_decode_bf16_h{heads}x{kv_heads}_d{dim}_t{width}_p{row_pages}_s{slots}{'_early' if early else ''}_{_arch(caps)}",
         template="attn_decode.cu.j2",
         params={"key_codec": "Bf16", "value_codec": "Bf16", "kv_heads": kv_heads, "dim": dim, "heads": heads,
                 "lane_columns": width, "group": group, "row_pages": row_pages, "chunks": op.int_attr("chunks"),
-                "slots": slots, "smem": smem, "threads": dim, "blocks_per_sm": blocks},  # fmt: skip
+                "slots": slots, "smem": smem, "threads": dim, "blocks_per_sm": blocks, "early": early},  # fmt: skip
         grid=(min(caps.sms * blocks, items), 1, 1),
         block=dim,
         smem=smem,
         args=("qr", "qr_stride", "kv", "lane_len", "page_table", "work", "work_count", "partial_o", "partial_ml", "scale"),
         scalars={"scale": math.log2(math.e) * dim**-0.5},
-        reason=f"{rows} rows, {slots} tiles of {TILE} keys in flight, {blocks} blocks per multiprocessor",
+        early=PARTIAL_EARLY if early else (),
+        reason=f"{rows} rows, {slots} tiles of {TILE} keys in flight, {blocks} blocks per multiprocessor"
+        + ("; old tiles before the wait" if early else ""),
     )
 
 
-def merge_spec(op: Op, types: Mapping[str, TensorType], width: int, caps: DeviceCaps) -> KernelSpec:
-    """Kernel of an ``attention_merge`` op for ``width`` columns per lane."""
+def merge_spec(op: Op, types: Mapping[str, TensorType], width: int, caps: DeviceCaps, early: bool = False) -> KernelSpec:
+    """Kernel of an ``attention_merge`` op for ``width`` columns per lane. ``early``: the operands ``MERGE_EARLY`` are settled
+    before the dependency wait."""
     heads, _, dim, _ = _geometry(op, width)
-    chunks, threads = op.int_attr("chunks"), max(32, dim // 4)
+    chunks = op.int_attr("chunks")
+    groups = -(-chunks // MERGE_SPAN)
+    threads = groups * max(32, dim // 4)
     return KernelSpec(
-        entry=f"attn_merge_h{heads}_d{dim}_t{width}_n{chunks}_{_arch(caps)}",
+        entry=f"attn_merge_h{heads}_d{dim}_t{width}_n{chunks}{'_early' if early else ''}_{_arch(caps)}",
         template="attn_merge.cu.j2",
-        params={"threads": threads, "heads": heads, "dim": dim, "lane_columns": width, "chunks": chunks},
+        params={"threads": threads, "heads": heads, "dim": dim, "lane_columns": width, "chunks": chunks,
+                "early": early},  # fmt: skip
         grid=(heads, types["gate"].shape[0], 1),
         block=threads,
         smem=0,
         args=("partial_o", "partial_ml", "gate", "gate_stride", "lane_ncols", "lane_len", "o", "o_stride"),
-        reason="one block per head and column",
+        early=MERGE_EARLY if early else (),
+        reason=f"one block per head and column, {MERGE_SPAN} chunks per thread",
     )

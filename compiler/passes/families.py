@@ -103,7 +103,8 @@ def _gated_norm(site: Site) -> KernelSpec:
 
 @family("attn_prepare")
 def _attn_prepare(site: Site) -> KernelSpec:
-    return attn_prepare.prepare_spec(site.op, site.types, site.graph.width, site.caps)
+    early = site.settled(*attn_prepare.EARLY)
+    return attn_prepare.prepare_spec(site.op, site.types, site.graph.width, site.caps, early)
 
 
 @family("attention")
@@ -113,12 +114,14 @@ def _attention(site: Site) -> KernelSpec:
 
 @family("attention_partial")
 def _attention_partial(site: Site) -> KernelSpec:
-    return attention_decode.partial_spec(site.op, site.types, site.graph.width, site.caps)
+    early = site.settled(*attention_decode.PARTIAL_EARLY)
+    return attention_decode.partial_spec(site.op, site.types, site.graph.width, site.caps, early)
 
 
 @family("attention_merge")
 def _attention_merge(site: Site) -> KernelSpec:
-    return attention_decode.merge_spec(site.op, site.types, site.graph.width, site.caps)
+    early = site.settled(*attention_decode.MERGE_EARLY)
+    return attention_decode.merge_spec(site.op, site.types, site.graph.width, site.caps, early)
 
 
 @family("exchange_begin")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from compiler.ir.graph import OpGraph
@@ -11,18 +11,19 @@ from compiler.ir.types import IRError, Ref, TensorType
 from compiler.kernels import exchange
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.passes.chain import PRODUCTS, chain_at
-from compiler.passes.early import check_early
+from compiler.passes.early import check_early, settled
 from compiler.passes.gdn_layer import gdn_layer_at
 from compiler.passes.schedule import Group
 
 
 @dataclass(frozen=True)
 class Site:
-    """One op at the place where a kernel is chosen for it."""
+    """One op at the place where a kernel is chosen for it, behind the groups ``before``."""
 
     graph: OpGraph
     op: Op
     caps: DeviceCaps
+    before: Sequence[Group] = ()
 
     @property
     def types(self) -> Mapping[str, TensorType]:
@@ -35,6 +36,11 @@ class Site:
     @property
     def prefill(self) -> bool:
         return self.graph.phase == "prefill"
+
+    def settled(self, *inputs: str) -> bool:
+        """Whether the kernel may read these inputs before its dependency wait."""
+        values = {self.op.inputs[name].value for name in inputs}
+        return settled(self.graph, self.before, self.op.rank, values, set(), self.caps.programmatic_edges)
 
     def format(self, operand: str = "w") -> str:
         """Numeric format of a weight operand."""
@@ -116,7 +122,7 @@ def select(graph: OpGraph, caps: DeviceCaps, chains: bool = True) -> list[Group]
             continue
         if op.kind not in FAMILIES:
             raise IRError(f"op {op.kind} has no kernel family; known: {', '.join(sorted(FAMILIES))}")
-        site = Site(graph, op, caps)
+        site = Site(graph, op, caps, groups)
         spec = FAMILIES[op.kind](site)
         groups.append(Group(spec, (op,), (node,), operands(op) | row_count(site, spec), frozenset(), op.rank))
     check_early(graph, groups, caps.programmatic_edges)

@@ -162,9 +162,11 @@ def build_work(backend: Any, case: Case, extra: int = 0) -> tuple[Array, Array]:
     return work, count
 
 
-def run_decode(backend: Any, case: Case, target: DeviceCaps, grid: int = 0) -> Array:
-    """Work list, partial kernel and merge of ``case``; o bits [columns, heads·D], NaN where nothing was written."""
-    work, count = build_work(backend, case)
+def run_decode(backend: Any, case: Case, target: DeviceCaps, grid: int = 0, early: bool = False,
+               planner: Any = None) -> Array:  # fmt: skip
+    """Work list (by ``planner`` or the same backend), partial kernel and merge of ``case``; o bits [columns, heads·D], NaN
+    where nothing was written."""
+    work, count = build_work(planner or backend, case)
     types = case.types(len(work))
     (partial_o, partial_ml), (partial, merge) = lower_decode(case.op("decode"), types, "a")
     types |= {"partial_o": partial_o.type, "partial_ml": partial_ml.type}
@@ -173,10 +175,10 @@ def run_decode(backend: Any, case: Case, target: DeviceCaps, grid: int = 0) -> A
         "page_table": case.page_table, "work": work, "work_count": count, "o": poisoned(case.qr.shape),
         "partial_o": poisoned(partial_o.type.shape, "f32"), "partial_ml": poisoned(partial_ml.type.shape, "f32"),
     }  # fmt: skip
-    spec = partial_spec(partial, types, case.width, target)
+    spec = partial_spec(partial, types, case.width, target, early)
     spec = replace(spec, grid=(grid, 1, 1)) if grid else spec
     run(backend, spec, values)
-    run(backend, merge_spec(merge, types, case.width, target), values)
+    run(backend, merge_spec(merge, types, case.width, target, early), values)
     out: Array = values["o"]
     return out
 

@@ -15,9 +15,12 @@ from compiler.emit.render import render
 from compiler.ir.types import IRError
 from compiler.kernels.attention_decode import group_columns, merge_spec, partial_spec
 from compiler.ops.attention import lower_decode, sigmoid
+from tests.emulator import toolchain
+from tests.emulator.emulator import EmulatorError
 from tests.emulator.harness import assert_close_to_fp64, from_bf16, poisoned, to_bf16
 from tests.gpu_launch import EmulatorLauncher
 from tests.kernels.attention_cases import PAGE, Case, build_work, consumer_card, make_case, run_decode
+from tests.kernels.programmatic import ProgrammaticEmulator
 
 LENGTHS = [1, 63, 64, 65, 127, 300]
 
@@ -148,6 +151,34 @@ def test_very_long_sequences(kernel_backend: Any) -> None:
     assert_close_to_fp64(out, reference(table[0]), "bf16")
     with pytest.raises(AssertionError):  # a kernel that stops at 262,144 keys would be caught
         assert_close_to_fp64(out, reference(table[0, : 262144 // PAGE]), "bf16")
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_early_kernels_have_the_same_bits(kernel_backend: Any, width: int) -> None:
+    case = make_case([0, 31, 200], [width, 0, width], width, dim=64, heads=12, kv_heads=2)
+    target = kernel_backend.caps(sms=5)
+    assert (run_decode(kernel_backend, case, target, early=True) == run_decode(kernel_backend, case, target)).all()
+
+
+@pytest.mark.skipif(toolchain.missing_reason() is not None, reason=str(toolchain.missing_reason()))
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("before", "active", "takes_cache"), [([3, 31], [1, 0], False), ([31], [1], False), ([31], [4], False),
+                                                               ([32], [1], True), ([95, 0], [1, 3], True)])  # fmt: skip
+def test_waits_for_what_is_not_settled(before: list[int], active: list[int], takes_cache: bool, early: bool) -> None:
+    """Before the wait only tables are read and, of the cache, tiles of 32 keys that end before the lane's length."""
+    case = make_case(before, active, 4, dim=32)
+    target = EmulatorLauncher().caps(sms=3)
+    expected = run_decode(EmulatorLauncher(), case, target)
+
+    def once(*constants: str) -> Any:
+        return run_decode(ProgrammaticEmulator(constants), case, target, early=early, planner=EmulatorLauncher())
+
+    assert (once("kv") == expected).all()
+    if takes_cache and early:
+        with pytest.raises(EmulatorError, match="touched before grid_dependency_wait"):
+            once()
+    else:
+        assert (once() == expected).all()
 
 
 ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"]

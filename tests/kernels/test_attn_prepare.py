@@ -16,9 +16,11 @@ from compiler.kernels.attn_prepare import prepare_spec
 from compiler.kernels.spec import KernelSpec
 from compiler.ops.attn_prepare import frequency_table, native_frequencies
 from runtime.vm.context import VMContext
+from tests.emulator import toolchain
 from tests.emulator.harness import assert_close_to_fp64, from_bf16, poisoned, to_bf16
 from tests.kernels.attention_cases import PAGE, run
 from tests.kernels.fixture_vectors import vectors
+from tests.kernels.programmatic import ProgrammaticEmulator
 
 INPUTS = ("q", "k", "v", "wq", "wk", "inv_freq", "positions", "lane_ncols", "lane_len", "lane_page_row", "page_table")
 
@@ -56,7 +58,7 @@ class Problem:
                  "section_h": sections[1], "section_w": sections[2], "mscale": 1.0}  # fmt: skip
         self.op = Op("attn_prepare", inputs, {"qr": Ref("qr")}, {"kv": Ref("kv")}, attrs)
 
-    def launch(self, backend: Any, **attrs: float) -> dict[str, Any]:
+    def launch(self, backend: Any, early: bool = False, **attrs: float) -> dict[str, Any]:
         self.op = Op(self.op.kind, self.op.inputs, self.op.outputs, self.op.state, {**self.op.attrs, **attrs})
         values = {name: np.array(value, copy=True) for name, value in self.arrays.items()}
         types = {name: TensorType(a.shape, "i32" if a.dtype == np.int32 else "bf16") for name, a in values.items()}
@@ -66,7 +68,7 @@ class Problem:
             values[f"{name}_stride"] = row.shape[1]
             types[name] = TensorType((row.shape[0], size), "bf16")
         definition("attn_prepare").check(self.op, {n: types[n] for n in (*INPUTS, "qr", "kv")})
-        run(backend, prepare_spec(self.op, types, self.width, backend.caps()), values)
+        run(backend, prepare_spec(self.op, types, self.width, backend.caps(), early), values)
         return values
 
     def reference(self) -> dict[str, Any]:
@@ -94,6 +96,20 @@ def test_against_fp64(kernel_backend: Any, heads: int, kv_heads: int, dim: int, 
     keys, values = (np.broadcast_to(np.arange(2)[:, None, None, None], written.shape[1:]) == i for i in (0, 1))
     assert_close_to_fp64(out["kv"][written & keys], want["kv"][written & keys], "bf16", name="keys")
     assert (from_bf16(out["kv"][written & values]) == want["kv"][written & values]).all(), "values are copied"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), SHAPES)
+def test_early_kernels_have_the_same_bits(kernel_backend: Any, heads: int, kv_heads: int, dim: int, rotary: int) -> None:
+    problem = Problem([0, 62, 100], [3, 4, 0], 4, heads=heads, kv_heads=kv_heads, dim=dim, rotary=rotary, far=True)
+    plain, early = (problem.launch(kernel_backend, early=flag) for flag in (False, True))
+    assert (plain["qr"] == early["qr"]).all() and (plain["kv"] == early["kv"]).all()
+
+
+@pytest.mark.skipif(toolchain.missing_reason() is not None, reason=str(toolchain.missing_reason()))
+@pytest.mark.parametrize("early", [False, True])
+def test_waits_for_what_is_not_settled(early: bool) -> None:
+    problem = Problem([0, 62, 100], [3, 4, 0], 4, heads=24, kv_heads=4, dim=256, rotary=64)
+    problem.launch(ProgrammaticEmulator({"wq", "wk"}), early=early)
 
 
 def test_golden_norm(kernel_backend: Any) -> None:

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from compiler.emit.arch import capability
-from compiler.kernels.spec import DeviceCaps, KernelSpec
-from tests.card import emulated
 from tests.emulator import toolchain
 from tests.emulator.harness import to_bf16
 from tests.kernels.gdn_cases import Layer, Shape, random_tokens
+from tests.kernels.programmatic import ProgrammaticEmulator
 from tests.kernels.test_gdn_projections import ConvLayer, gates_case, run_gates, run_norm
 
 pytestmark = pytest.mark.skipif(toolchain.missing_reason() is not None, reason=str(toolchain.missing_reason()))
 WEIGHTS = {"w", "wa", "wb"}
 
 
-class ProgrammaticEmulator:
-    """Launches as behind a programmatic edge: the emulator refuses what a kernel may not do before its wait."""
-
-    def caps(self) -> DeviceCaps:
-        return emulated()
-
-    def launch(self, spec: KernelSpec, source: str, args: list[Any]) -> None:
-        from tests.emulator.emulator import compile_kernel, launch
-
-        constants = [at for at, name in enumerate(spec.args) if name in WEIGHTS]
-        kernel = compile_kernel(source, name=spec.entry, arch=10 * capability(self.caps()))
-        launch(kernel, spec.grid, spec.block, args, spec.smem, 1, programmatic=True, constants=constants)
-
-
 def test_recurrence_and_chunks_wait() -> None:
-    shape, rng, backend = Shape(2, 6, 16, 16), np.random.default_rng(1), ProgrammaticEmulator()
+    shape, rng, backend = Shape(2, 6, 16, 16), np.random.default_rng(1), ProgrammaticEmulator(WEIGHTS)
     layer = Layer(shape, slots=2, records=4, backend=backend)
     layer.step([1, 0], [random_tokens(shape, 3, rng), random_tokens(shape, 0, rng)], 4, [3, 0])
     layer.prefill(1, random_tokens(shape, 70, rng), 192)  # the last chunk of the call has no columns
@@ -43,7 +25,7 @@ def test_recurrence_and_chunks_wait() -> None:
 
 
 def test_projections_wait() -> None:
-    rng, backend = np.random.default_rng(2), ProgrammaticEmulator()
+    rng, backend = np.random.default_rng(2), ProgrammaticEmulator(WEIGHTS)
     x = to_bf16(rng.normal(size=(20, 320)))
     layer = ConvLayer(rng.normal(size=(4, 320)), slots=2, records=4, backend=backend)
     layer.call("decode", [1, 0], [x[:3], x[:0]], 4, [2, 0])

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compiler.kernels.spec import KernelSpec
 from tests.emulator import toolchain
 from tests.emulator.harness import under_schedules
 from tests.gpu_launch import EmulatorLauncher
 from tests.kernels.gdn_cases import Shape
 from tests.kernels.gdn_layer_cases import STATE, WEIGHTS, Columns, WholeLayer
+from tests.kernels.programmatic import ProgrammaticEmulator
 
 SHAPES = [(Shape(1, 3), 320), (Shape(2, 6, 16, 16), 72), (Shape(2, 4, 48, 80), 1032)]
 SHAPE_NAMES = [f"h{s.key_heads}x{s.value_heads}_d{s.dk}x{s.dv}_k{hidden}" for s, hidden in SHAPES]
@@ -90,22 +90,11 @@ def test_a_new_sequence_in_a_used_slot_starts_from_zero(kernel_backend: Any) -> 
         assert np.array_equal(a, b)
 
 
-class ProgrammaticEmulator(EmulatorLauncher):
-    """Launches as behind a programmatic edge: before its wait a kernel touches weights and what its spec says."""
-
-    def launch(self, spec: KernelSpec, source: str, args: list[Any], repeats: int = 1) -> None:
-        from tests.emulator.emulator import compile_kernel, launch
-
-        constants = [at for at, name in enumerate(spec.args) if name in (*WEIGHTS, *spec.early)]
-        launch(compile_kernel(source, name=spec.entry), spec.grid, spec.block, args, spec.smem, 1, programmatic=True,
-               cluster=spec.cluster[0], constants=constants)  # fmt: skip
-
-
 @pytest.mark.skipif(toolchain.missing_reason() is not None, reason=str(toolchain.missing_reason()))
 @pytest.mark.parametrize("settled", KINDS)
 @pytest.mark.parametrize("width", [1, 4])
 def test_waits_for_what_is_not_settled(settled: str, width: int) -> None:
-    layer = WholeLayer(Shape(2, 6, 16, 16), 72, slots=2, records=4, backend=ProgrammaticEmulator())
+    layer = WholeLayer(Shape(2, 6, 16, 16), 72, slots=2, records=4, backend=ProgrammaticEmulator(WEIGHTS))
     for count in (1, 1):
         layer.step([1, 0], [layer.columns(count), layer.columns(0)], width, [1, 0], settled)
     early = set(layer.specs[0].early)

@@ -24,8 +24,11 @@ namespace ninferc::attention {
 #define NINFERC_MINUS_INFINITY bits_float(0xff800000u)
 
 // lane_columns: columns per lane (T).  group: columns per item.  row_pages: entries of a page-table row.
-template <class Layout_, u32 heads_, u32 lane_columns_, u32 group_, u32 row_pages_, u32 chunks_, u32 slots_>
+// early: work list and lane tables are complete when a block starts (compiler/passes/early.py).  Then tiles of keys and values
+// that end before the lane's length are copied ahead of the dependency wait: earlier steps wrote them, this step appends behind.
+template <class Layout_, u32 heads_, u32 lane_columns_, u32 group_, u32 row_pages_, u32 chunks_, u32 slots_, bool early_>
 struct Decode {
+  static constexpr bool early = early_;
   using Layout = Layout_;
   static constexpr u32 heads = heads_, lane_columns = lane_columns_, group = group_, row_pages = row_pages_;
   static constexpr u32 chunks = chunks_, slots = slots_;  // chunks a column can have; tiles in the ring
@@ -54,24 +57,26 @@ struct TileLoader {
   const u8* cache;
   const i32 *work, *lane_len, *page_table;
   u32 item, items, slot = 0;
-  u32 key = 0, stop = 0, kv_head = 0, page = 0, next_page = 0, entry = 0;  // entry: of `page` in the page table
+  u32 key = 0, stop = 0, length = 0, kv_head = 0, page = 0, next_page = 0, entry = 0;  // entry: of `page` in the page table
   bool values = false;
 
   NINFERC_DEVICE void open() {
-    if (item < items) open(ld_global<WorkItem>(work + 4 * item));
+    if (item < items) open(ld_cg<WorkItem>(work + 4 * item));
   }
   NINFERC_DEVICE void open(const WorkItem& w) {
-    const u32 length = u32(ld_global<i32>(lane_len + w.lane()));
+    length = u32(ld_cg<i32>(lane_len + w.lane()));
     key = w.first;
     stop = min(w.first + w.chunk(), length + w.last_column() + 1);
     kv_head = w.kv_head();
     entry = w.page_row() * Config::row_pages + key / kv::page_tokens;
-    page = u32(ld_global<i32>(page_table + entry));
+    page = u32(ld_cg<i32>(page_table + entry));
     look_ahead();
   }
   NINFERC_DEVICE void look_ahead() {
-    if (key + kv::page_tokens < stop) next_page = u32(ld_global<i32>(page_table + ++entry));
+    if (key + kv::page_tokens < stop) next_page = u32(ld_cg<i32>(page_table + ++entry));
   }
+  // Whether earlier steps have written all of the next tile.
+  NINFERC_DEVICE bool old() const { return item >= items || key + Config::tile <= length; }
   // Starts the copy of the next tile into the next slot of the ring; one commit group per call, empty at the end.
   NINFERC_DEVICE void issue(u32 ring) {
     if (item < items) {
@@ -124,15 +129,21 @@ NINFERC_DEVICE void attend(const bf16* qr, i32 qr_stride, const u8* cache, const
 
   for (u32 i = thread; i < rows * Config::weight_pitch / 4; i += threads) st_shared(weights + 4 * i, 0u);
   grid_launch_dependents();  // first: a short kernel lets the next one fetch its weights meanwhile
-  grid_dependency_wait();
+  if constexpr (!Config::early) grid_dependency_wait();
 
   // The first item is fetched together with the count: the grid is no larger than the table.
-  const WorkItem first_item = ld_global<WorkItem>(work + 4 * blockIdx.x);
-  const u32 items = u32(ld_global<i32>(work_count));
+  const WorkItem first_item = ld_cg<WorkItem>(work + 4 * blockIdx.x);
+  const u32 items = u32(ld_cg<i32>(work_count));
   TileLoader<Config> loader{cache, work, lane_len, page_table, blockIdx.x, items};
   if (blockIdx.x < items) loader.open(first_item);
+  u32 issued = 0;
+  if constexpr (Config::early) {
 #pragma unroll 1
-  for (u32 i = 0; i + 1 < Config::slots; ++i) loader.issue(base);
+    for (; issued + 1 < Config::slots && loader.old(); ++issued) loader.issue(base);
+    grid_dependency_wait();
+  }
+#pragma unroll 1
+  for (; issued + 1 < Config::slots; ++issued) loader.issue(base);
 
   u32 slot = 0;
   // Waits for the next tile, frees the one before it, and keeps the ring full.  Returns the tile's address.
@@ -311,41 +322,69 @@ NINFERC_DEVICE void attend(const bf16* qr, i32 qr_stride, const u8* cache, const
   }
 }
 
-// Partial results of a column's chunks, in chunk order, → o = bf16(bf16(attention) · sigmoid(gate)).  Grid: x heads, y columns.
-template <u32 heads, u32 dim, u32 lane_columns, u32 chunks>
+// Partial results of a column's chunks → o = bf16(bf16(attention) · sigmoid(gate)).  Grid: x heads, y columns.
+//
+// A group of threads holds four dimensions each and adds up merge_span chunks in chunk order, the groups are added in order: an
+// order that depends on the column's own length only.  All loads of a thread are in flight at once.
+// early: the lane tables are complete when a block starts.
+constexpr u32 merge_span = 16;
+
+template <u32 heads, u32 dim, u32 lane_columns, u32 chunks, bool early>
 NINFERC_DEVICE void merge(const f32* partial_o, const f32* partial_ml, const bf16* gate, i32 gate_stride,
                           const i32* lane_ncols, const i32* lane_len, bf16* o, i32 o_stride) {
+  constexpr u32 groups = ceil_div(chunks, merge_span), members = dim < 128 ? 32 : dim / 4;  // threads of a group: whole warps
   static_assert(dim % 4 == 0 && chunks <= 64, "a lane looks after two chunks, a thread after four dimensions");
+  __shared__ f32x4 sums[groups][members];
   grid_launch_dependents();  // first: a short kernel lets the next one fetch its weights meanwhile
-  grid_dependency_wait();
+  if constexpr (!early) grid_dependency_wait();
   const u32 head = blockIdx.x, column = blockIdx.y, batch_lane = column / lane_columns, t = column % lane_columns;
-  if (i32(t) >= ld_global<i32>(lane_ncols + batch_lane)) return;
-  const u32 length = u32(ld_global<i32>(lane_len + batch_lane)) + t + 1;
+  const bool active = i32(t) < ld_cg<i32>(lane_ncols + batch_lane);
+  const u32 length = u32(ld_cg<i32>(lane_len + batch_lane)) + t + 1;
   const u32 count = ceil_div(length, chunk_keys(length)), lane = lane_id();
-  const u64 row = (u64(column) * heads + head) * chunks;
+  if constexpr (early) grid_dependency_wait();
+  if (!active) return;
 
+  const u32 group = threadIdx.x / members, member = threadIdx.x % members, first = member * 4;
+  const bool holds = first < dim;  // narrow heads leave lanes without dimensions
+  const u64 row = (u64(column) * heads + head) * chunks;
   f32x2 ml[2];
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
     ml[i] = f32x2{NINFERC_MINUS_INFINITY, 0.0f};
     if (lane + 32 * i < count) ml[i] = ld_global<f32x2>(partial_ml + (row + lane + 32 * i) * 2);
   }
+  const f32* const source = partial_o + (row + group * merge_span) * dim + (holds ? first : 0);
+  f32x4 part[merge_span];
+#pragma unroll
+  for (u32 i = 0; i < merge_span; ++i) {
+    part[i] = f32x4{0, 0, 0, 0};
+    if (group * merge_span + i < count) part[i] = ld_global<f32x4>(source + i * dim);
+  }
+  u32x2 g{0, 0};
+  if (group == 0 && holds) g = ld_global<u32x2>(gate + u64(column) * gate_stride + head * dim + first);
+
   const f32 highest = warp_max(fmaxf(ml[0].x, ml[1].x));
   const f32 w0 = exp2_fast(ml[0].x - highest), w1 = exp2_fast(ml[1].x - highest);
   const f32 inverse = 1.0f / warp_sum(fmaf(w0, ml[0].y, __fmul_rn(w1, ml[1].y)));
-
-  const u32 first = threadIdx.x * 4;
-  const bool holds = first < dim;  // narrow heads leave lanes without dimensions
   f32x4 sum{0, 0, 0, 0};
-  const f32* source = partial_o + row * dim + (holds ? first : 0);
-#pragma unroll 8
-  for (u32 chunk = 0; chunk < count; ++chunk) {
+#pragma unroll
+  for (u32 i = 0; i < merge_span; ++i) {
+    const u32 chunk = group * merge_span + i;
     const f32 weight = shfl(chunk < 32 ? w0 : w1, chunk % 32);
-    const f32x4 part = ld_global<f32x4>(source + u64(chunk) * dim);
-    sum = f32x4{fmaf(weight, part.x, sum.x), fmaf(weight, part.y, sum.y), fmaf(weight, part.z, sum.z), fmaf(weight, part.w, sum.w)};
+    sum = f32x4{fmaf(weight, part[i].x, sum.x), fmaf(weight, part[i].y, sum.y), fmaf(weight, part[i].z, sum.z),
+                fmaf(weight, part[i].w, sum.w)};
+  }
+  if constexpr (groups > 1) {
+    sums[group][member] = sum;
+    sync_block();
+    if (group != 0) return;
+#pragma unroll
+    for (u32 other = 1; other < groups; ++other) {
+      const f32x4 more = sums[other][member];
+      sum = f32x4{sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
+    }
   }
   if (!holds) return;
-  const u32x2 g = ld_global<u32x2>(gate + u64(column) * gate_stride + head * dim + first);
   const auto gated = [&](f32 value, f32 by) { return round_bf16(__fmul_rn(value, inverse)) * sigmoid_fast(by); };
   st_global(o + u64(column) * o_stride + head * dim + first,
             u32x2{pack_bf16x2(gated(sum.x, bf16x2_lo(g.x)), gated(sum.y, bf16x2_hi(g.x))),
