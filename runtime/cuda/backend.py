@@ -9,7 +9,7 @@ import numpy as np
 
 from compiler.control import FAULT, egress_extent
 from compiler.ir.op import Array
-from compiler.ir.types import DTYPE_BYTES, Kind
+from compiler.ir.types import DTYPE_BYTES
 from compiler.passes.schedule import CHANNEL
 from compiler.passes.shard import at
 from compiler.program.model import DEVICE_REGIONS, EGRESS, EXCHANGE, RING, WEIGHTS, Arg, Phase, Placement, Program
@@ -21,7 +21,7 @@ from runtime.cuda.modules import Modules, PackedArgs
 from runtime.cuda.pointers import Span, check_pointers
 from runtime.cuda.self_test import choose
 from runtime.cuda.transport import STAGED, Exchange, Staging, mail_of, payload_bytes
-from runtime.vm.weights import WeightStore
+from runtime.vm.weights import WeightStore, upload_order
 
 Progress = Callable[[int, int], None]
 
@@ -159,7 +159,7 @@ class CudaBackend:
         return int(self._regions[arg.rank][arg.region]) + arg.offset
 
     def _upload(self, weights: WeightStore, progress: Progress | None) -> None:
-        values = [v for v in self.program.values.values() if v.kind is Kind.WEIGHT]
+        values = upload_order(self.program.values.values())
         total, done = sum(v.nbytes for v in values), 0
         for value in values:
             place = self.program.placements[value.name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,20 +12,18 @@ from artifacts.layouts import decode_rows, get_layout
 from compiler.ir.op import Array
 from compiler.ir.types import IRError, Value, WeightSource
 
-PIECE = 64 << 20
-
-
-class Device(Protocol):
-    """The part of a device that an upload needs."""
-
-    def upload(self, address: int, data: Array) -> None: ...
-
 
 class Source(Protocol):
     """The part of ``artifacts.Artifact`` that reading weights needs."""
 
     def object_bytes(self, index: int) -> Array:
         """Encoded bytes of the object at ``index`` of the directory, uint8."""
+
+
+def upload_order(values: Iterable[Value]) -> list[Value]:
+    """Weights in the order of the file, those of one object together: each object is read once and cut for every rank."""
+    weights = [(value.source.object_index, value.rank, value) for value in values if value.source is not None]
+    return [value for *_, value in sorted(weights, key=lambda entry: entry[:2])]
 
 
 class WeightStore:
@@ -36,32 +34,37 @@ class WeightStore:
         self._budget = budget
         self._held = 0
         self._cache: OrderedDict[tuple[WeightSource, str], Array] = OrderedDict()
+        self._last: tuple[int, Array] | None = None
 
-    def encoded(self, value: Value) -> Array:
-        """Encoded bytes of the value: the object's own, or the stand-alone shard cut from it."""
+    def _object(self, index: int) -> Array:
+        """Bytes of an object; those of the last one are kept, for the values that are cut from it next."""
+        if self._last is None or self._last[0] != index:
+            self._last = (index, self._source.object_bytes(index))
+        return self._last[1]
+
+    def whole(self, value: Value) -> bool:
+        """Whether the value is an object of the artifact as it lies there, not a shard to be cut from one."""
         source = value.source
         if source is None:
             raise IRError(f"value {value.name} is no weight")
+        return source.rows == ((0, source.object_shape[0]),) and source.cols == ((0, source.object_shape[-1]),)
+
+    def encoded(self, value: Value) -> Array:
+        """Encoded bytes of the value: the object's own, or the stand-alone shard cut from it."""
+        whole, source = self.whole(value), value.source
+        assert source is not None
         raw = self._source.object_bytes(source.object_index)
-        shape = source.object_shape
-        whole_rows = source.rows == ((0, shape[0]),)
-        whole_cols = source.cols == ((0, shape[-1]),)
-        if whole_rows and whole_cols:
+        if whole:
             return raw
-        layout = get_layout(source.layout)
-        rows = None if whole_rows else list(source.rows)
-        cols = None if whole_cols else list(source.cols)
-        _, cut = layout.slice(source.format, shape, raw, rows, cols)
+        shape = source.object_shape
+        rows = None if source.rows == ((0, shape[0]),) else list(source.rows)
+        cols = None if source.cols == ((0, shape[-1]),) else list(source.cols)
+        _, cut = get_layout(source.layout).slice(source.format, shape, raw, rows, cols)
         return np.asarray(cut)
 
-    def upload(self, value: Value, device: Device, address: int) -> Iterator[int]:
-        """Copy the encoded bytes to device memory, in pieces that keep Ctrl-C and a progress bar alive; yields the bytes
-        of each piece."""
-        data = self.encoded(value)
-        for start in range(0, data.size, PIECE):
-            piece = data[start : start + PIECE]
-            device.upload(address + start, piece)
-            yield int(piece.size)
+    def fill(self, value: Value, device: Any, address: int) -> bool:
+        """Make the value's bytes in device memory, where the store can; False: they have to be copied from ``encoded``."""
+        return False
 
     def decode(self, value: Value, rows: tuple[int, int] | None, dtype: Any) -> Array:
         """Rows of the weight as ``dtype`` (float32 or float64), not to be written."""
