@@ -74,7 +74,8 @@ def partial_spec(op: Op, types: Mapping[str, TensorType], width: int, caps: Devi
     require(slots >= 2, op, f"{caps.smem_block} bytes of shared memory do not hold two tiles of {TILE} keys")
     smem = shared_bytes(dim, rows, slots)
     return KernelSpec(
-        entry=f"attn_decode_bf16_h{heads}x{kv_heads}_d{dim}_t{width}_p{row_pages}_s{slots}{'_early' if early else ''}_{_arch(caps)}",
+        entry=f"attn_decode_bf16_h{heads}x{kv_heads}_d{dim}_t{width}_p{row_pages}_s{slots}{'_early' if early else ''}"
+        f"_{_arch(caps)}",
         template="attn_decode.cu.j2",
         params={"key_codec": "Bf16", "value_codec": "Bf16", "kv_heads": kv_heads, "dim": dim, "heads": heads,
                 "lane_columns": width, "group": group, "row_pages": row_pages, "chunks": op.int_attr("chunks"),
