@@ -31,7 +31,9 @@ def settled(graph: OpGraph, before: Sequence[Group], rank: int, reads: set[str],
     if not programmatic:
         return True
     for group in reversed([item for item in before if item.rank == rank]):
-        written = _writes(graph, group) - {group.operands[name].value for name in group.spec.published}
+        written = _writes(graph, group)
+        if group.spec.waits_first:
+            written -= {group.operands[name].value for name in group.spec.published}
         if written & (reads | writes) or _reads(group) & writes:
             return False
         if group.spec.waits_first:
