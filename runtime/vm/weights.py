@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,12 +19,6 @@ class Source(Protocol):
         """Encoded bytes of the object at ``index`` of the directory, uint8."""
 
 
-def upload_order(values: Iterable[Value]) -> list[Value]:
-    """Weights in the order of the file, those of one object together: each object is read once and cut for every rank."""
-    weights = [(value.source.object_index, value.rank, value) for value in values if value.source is not None]
-    return [value for *_, value in sorted(weights, key=lambda entry: entry[:2])]
-
-
 class WeightStore:
     """Decoded weights by their source. ``budget`` bounds the cache in bytes; larger weights are decoded at each use."""
 
@@ -34,13 +27,6 @@ class WeightStore:
         self._budget = budget
         self._held = 0
         self._cache: OrderedDict[tuple[WeightSource, str], Array] = OrderedDict()
-        self._last: tuple[int, Array] | None = None
-
-    def _object(self, index: int) -> Array:
-        """Bytes of an object; those of the last one are kept, for the values that are cut from it next."""
-        if self._last is None or self._last[0] != index:
-            self._last = (index, self._source.object_bytes(index))
-        return self._last[1]
 
     def whole(self, value: Value) -> bool:
         """Whether the value is an object of the artifact as it lies there, not a shard to be cut from one."""
@@ -49,18 +35,26 @@ class WeightStore:
             raise IRError(f"value {value.name} is no weight")
         return source.rows == ((0, source.object_shape[0]),) and source.cols == ((0, source.object_shape[-1]),)
 
-    def encoded(self, value: Value) -> Array:
-        """Encoded bytes of the value: the object's own, or the stand-alone shard cut from it."""
-        whole, source = self.whole(value), value.source
-        assert source is not None
-        raw = self._source.object_bytes(source.object_index)
-        if whole:
+    def raw(self, value: Value) -> Array:
+        """Encoded bytes of the object that the value is, or is cut from."""
+        if value.source is None:
+            raise IRError(f"value {value.name} is no weight")
+        return self._source.object_bytes(value.source.object_index)
+
+    def cut(self, value: Value, raw: Array) -> Array:
+        """The value's encoded bytes out of those of its object: all of them, or a stand-alone shard."""
+        source = value.source
+        if source is None or self.whole(value):
             return raw
         shape = source.object_shape
         rows = None if source.rows == ((0, shape[0]),) else list(source.rows)
         cols = None if source.cols == ((0, shape[-1]),) else list(source.cols)
-        _, cut = get_layout(source.layout).slice(source.format, shape, raw, rows, cols)
-        return np.asarray(cut)
+        _, shard = get_layout(source.layout).slice(source.format, shape, raw, rows, cols)
+        return np.asarray(shard)
+
+    def encoded(self, value: Value) -> Array:
+        """Encoded bytes of the value."""
+        return self.cut(value, self.raw(value))
 
     def fill(self, value: Value, device: Any, address: int) -> bool:
         """Make the value's bytes in device memory, where the store can; False: they have to be copied from ``encoded``."""
