@@ -100,7 +100,7 @@ class OutputFile:
 
     def start_flushing(self) -> None:
         """Let the device begin with what was written so far, in the background; `flush` waits for everything."""
-        if self._flusher is None or not self._flusher.is_alive():
+        if self._open and (self._flusher is None or not self._flusher.is_alive()):
             self._flusher = threading.Thread(target=self._sync, daemon=True)
             self._flusher.start()
 

@@ -31,6 +31,7 @@ from artifacts.errors import FormatError, LayoutError, OutputError, quoted
 from artifacts.formats import Array
 from artifacts.layouts import LAYOUTS, align_up
 
+FLUSH_BYTES = 2 << 30
 MAGIC_OF_VERSION = {version: magic for magic, version in MAGICS.items()}
 
 
@@ -86,6 +87,7 @@ class PayloadWriter:
             self._starts.append(self._starts[-1] + length)
         self._coverage = {name: Coverage() for name in self.objects}
         self._lock = threading.Lock()
+        self._unflushed = 0
         self._sparse = sparse
         self._open = True
 
@@ -156,11 +158,6 @@ class PayloadWriter:
         self._record(entry, begin, end)
         return file.temporary, base + within
 
-    def start_flushing(self) -> None:
-        """Let the device begin with what was written so far, in the background."""
-        for file, _, _ in self._segments:
-            file.start_flushing()
-
     def write_payload(self, offset: int, data: Any) -> None:
         """Write raw payload bytes, gaps included; the parts of objects that they hold count as written.
 
@@ -195,6 +192,11 @@ class PayloadWriter:
         with self._lock:
             if not self._coverage[entry.name].add(begin, end):
                 raise OutputError(f"{what}: bytes [{begin}, {end}) overlap bytes that were written before")
+            self._unflushed += end - begin
+            if self._unflushed >= FLUSH_BYTES:  # the device works while the next bytes are made
+                self._unflushed = 0
+                for file, _, _ in self._segments:
+                    file.start_flushing()
 
     def _write(self, offset: int, view: memoryview) -> None:
         """Write at a logical payload offset, across files where needed."""

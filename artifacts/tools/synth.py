@@ -23,7 +23,6 @@ from artifacts.tools.synth_worker import Job, Workers
 
 TASK_BYTES = 32 << 20
 SMALL_BYTES = 512 << 20  # below this, starting processes takes longer than the work
-FLUSH_BYTES = 2 << 30
 
 Task = tuple[int, int, int]
 """(plane, first byte, end byte); the first byte is a multiple of 8 and starts a row where rows have masks."""
@@ -73,15 +72,12 @@ def synthesize(
         for _, tensor in tensors:
             for offset, length in LAYOUTS[tensor.layout].gaps(tensor.format, tensor.shape):
                 writer.write_at(tensor.name, offset, bytes(length))
-        done = flushed = 0
+        done = 0
         with closing(write(writer, tensors, seed, domain, count)) as steps:
             for written in steps:
                 done += written
                 if progress is not None:
                     progress(done, total)
-                if done - flushed >= FLUSH_BYTES:
-                    flushed = done
-                    writer.start_flushing()  # the device works while the next bytes are made
 
 
 def _write_here(

@@ -20,7 +20,7 @@ from artifacts.layouts import align_up
 
 CHAT_TEMPLATE = "frontend/chat_template.jinja"
 BINDING_COUNTS = (1422, 1513, 32713)
-COPY_BYTES = 16 << 20
+COPY_BYTES = 1 << 20  # stays in the cache between reading and writing
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
