@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -117,14 +116,12 @@ class SynthWeights(WeightStore):
         self._seed = seed
         self._tools: dict[int, ToolKernels] = {}
 
-    def upload(self, value: Value, device: Any, address: int) -> Iterator[int]:
+    def fill(self, value: Value, device: Any, address: int) -> bool:
         source = value.source
         assert source is not None
-        tensor = self._objects[source.object_index]
-        whole = source.rows == ((0, source.object_shape[0]),) and source.cols == ((0, source.object_shape[-1]),)
+        tensor, whole = self._objects[source.object_index], self.whole(value)
         if value.nbytes < 1 << 20 or row_masks(tensor) is not None:
-            yield from super().upload(value, device, address)
-            return
+            return False
         if not whole:
             # a large shard is filled on its own: valid words of the same magnitude, not those of the whole object's shard
             tensor = replace(tensor, shape=value.type.shape)
@@ -134,7 +131,7 @@ class SynthWeights(WeightStore):
         for plane in plane_bits(tensor):
             key = plane_key(self._seed + (0 if whole else 1 + value.rank), source.object_index, plane.index)
             tools.fill(address + plane.offset, plane.bytes, key, plane.mask, plane.add)
-        yield value.nbytes
+        return True
 
 
 class _CpuObjects:

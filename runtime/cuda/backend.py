@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,10 @@ import numpy as np
 
 from compiler.control import FAULT, egress_extent
 from compiler.ir.op import Array
-from compiler.ir.types import DTYPE_BYTES
+from compiler.ir.types import DTYPE_BYTES, Kind
 from compiler.passes.schedule import CHANNEL
 from compiler.passes.shard import at
-from compiler.program.model import DEVICE_REGIONS, EGRESS, EXCHANGE, RING, WEIGHTS, Arg, Phase, Placement, Program
+from compiler.program.model import DEVICE_REGIONS, EGRESS, EXCHANGE, RING, Arg, Phase, Placement, Program
 from runtime.control import Ingress
 from runtime.cuda.device import Device, PinnedBuffer
 from runtime.cuda.driver import DeviceError
@@ -21,7 +22,8 @@ from runtime.cuda.modules import Modules, PackedArgs
 from runtime.cuda.pointers import Span, check_pointers
 from runtime.cuda.self_test import choose
 from runtime.cuda.transport import STAGED, Exchange, Staging, mail_of, payload_bytes
-from runtime.vm.weights import WeightStore, upload_order
+from runtime.cuda.upload import upload
+from runtime.vm.weights import WeightStore
 
 Progress = Callable[[int, int], None]
 
@@ -159,16 +161,19 @@ class CudaBackend:
         return int(self._regions[arg.rank][arg.region]) + arg.offset
 
     def _upload(self, weights: WeightStore, progress: Progress | None) -> None:
-        values = upload_order(self.program.values.values())
-        total, done = sum(v.nbytes for v in values), 0
-        for value in values:
-            place = self.program.placements[value.name]
-            device = self.devices[value.rank]
-            base = self._regions[value.rank][WEIGHTS] + place.offset
-            for count in weights.upload(value, device, base):
-                done += count
-                if progress:
-                    progress(done, total)
+        values = [v for v in self.program.values.values() if v.kind is Kind.WEIGHT]
+        total, done, began = sum(v.nbytes for v in values), 0, time.perf_counter()
+
+        def arrived(count: int) -> None:
+            nonlocal done
+            done += count
+            if progress:
+                progress(done, total)
+
+        self.wait()  # memory is cleared on another stream than the copies take
+        upload([(v, v.rank, self.address(self.program.placements[v.name])) for v in values], weights, self.devices, arrived)
+        self.wait()
+        self.uploaded = (total, time.perf_counter() - began)
 
     def launch(self, phase: str) -> None:
         if self.exchange is not None:

@@ -18,6 +18,7 @@ from compiler.emit.arch import caps
 from compiler.emit.nvrtc import Cubin, Resources
 from compiler.program.io import save
 from runtime.cli.main import main
+from runtime.cuda.driver import api
 from runtime.open import relative, sample_digest
 from tests import models
 from tests.cli import small_model
@@ -69,11 +70,12 @@ def rejected(result: Result, code: int, *parts: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test touches the user's cache."""
+def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """No test touches the user's cache, and none inherits the driver that another made up."""
     folder = tmp_path_factory.getbasetemp() / "ninferc-cache"
     monkeypatch.setenv("NINFERC_CACHE", str(folder))
-    return folder
+    yield folder
+    api.cache_clear()
 
 
 @pytest.fixture

@@ -49,6 +49,10 @@ class FakeDriver:
             "cuMemFree": lambda address: (),
             "cuMemsetD8Async": lambda *args: (),
             "cuMemcpyHtoDAsync": lambda *args: (),
+            "cuEventCreate": lambda flags: (driver.CUevent(1),),
+            "cuEventRecord": lambda event, stream: (),
+            "cuEventSynchronize": lambda event: (),
+            "cuEventDestroy": lambda event: (),
             "cuDeviceGetAttribute": self._attribute,
             "cuDeviceCanAccessPeer": lambda one, other: (self.peers,),
             "cuLibraryLoadData": lambda *args: (driver.CUlibrary(1),),
@@ -60,8 +64,8 @@ class FakeDriver:
         for name, answer in answers.items():
             patch.setattr(driver, name, self._call(name, answer))
         api.cache_clear()
-        patch.setattr("runtime.cuda.device.PinnedBuffer", _Pinned)
-        patch.setattr("runtime.cuda.backend.PinnedBuffer", _Pinned)
+        for module in ("device", "backend", "upload"):
+            patch.setattr(f"runtime.cuda.{module}.PinnedBuffer", _Pinned)
         return self
 
     def _call(self, name: str, answer: Any) -> Any:

@@ -1,0 +1,112 @@
+"""Devices that only have memory, and copies to it that happen as late as CUDA allows: when an event behind them, or their
+stream, is waited for. What a staging buffer holds by then is what arrives."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda.bindings import driver
+
+from runtime.cuda import upload as uploading
+from tests.cli.fake_driver import FakeDriver
+
+OK = driver.CUresult.CUDA_SUCCESS
+Array = np.ndarray[Any, Any]
+
+
+class Copies:
+    """Installs the copies. ``memory`` by device; ``open`` counts events, streams and buffers that were not given back;
+    copies after the first ``fail_after`` fail."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, piece: int = 1000) -> None:
+        FakeDriver().install(patch)
+        self.memory: list[Array] = []
+        self.devices: list[Any] = []
+        self.open, self.fail_after, self._done = 0, 1 << 60, 0
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._queues: dict[int, list[tuple[int, int, int]]] = {}
+        self._events: dict[int, tuple[int, int]] = {}
+        self._buffers: dict[int, Array] = {}
+        for name in ("cuStreamCreate", "cuStreamDestroy", "cuStreamSynchronize", "cuEventCreate", "cuEventDestroy",
+                     "cuEventRecord", "cuEventSynchronize", "cuMemcpyHtoDAsync"):  # fmt: skip
+            patch.setattr(driver, name, getattr(self, name))
+        patch.setattr(uploading, "PinnedBuffer", self._pinned)
+        patch.setattr(uploading, "PIECE", piece)
+        patch.setattr(uploading, "RUN", 4 * piece)
+
+    def allocate(self, sizes: list[int]) -> None:
+        self.memory = [np.zeros(size, np.uint8) for size in sizes]
+        self.devices = [type("Memory", (), {"activate": lambda self: None})() for _ in sizes]
+
+    @staticmethod
+    def base(device: int) -> int:
+        return (device + 1) << 40
+
+    def _number(self) -> int:
+        with self._lock:
+            self.open += 1
+            return next(self._numbers)
+
+    def _given_back(self) -> tuple[Any]:
+        with self._lock:
+            self.open -= 1
+        return (OK,)
+
+    def _pinned(self, nbytes: int) -> Any:
+        address = self._number() << 20
+        self._buffers[address] = np.zeros(nbytes, np.uint8)
+        return type("Pinned", (), {"address": address, "array": self._buffers[address],
+                                   "close": lambda buffer: self._given_back()})()  # fmt: skip
+
+    def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
+        number = self._number()
+        self._queues[number] = []
+        return OK, number
+
+    def cuStreamDestroy(self, stream: int) -> tuple[Any]:
+        assert not self._queues[stream], "a stream is destroyed with copies outstanding"
+        return self._given_back()
+
+    def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
+        return OK, self._number()
+
+    def cuEventDestroy(self, event: int) -> tuple[Any]:
+        return self._given_back()
+
+    def cuMemcpyHtoDAsync(self, target: int, source: int, nbytes: int, stream: int) -> tuple[Any]:
+        with self._lock:
+            self._done += 1
+            if self._done > self.fail_after:
+                return (driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
+        self._queues[stream].append((target, source, nbytes))
+        return (OK,)
+
+    def cuEventRecord(self, event: int, stream: int) -> tuple[Any]:
+        self._events[event] = (stream, len(self._queues[stream]))
+        return (OK,)
+
+    def cuEventSynchronize(self, event: int) -> tuple[Any]:
+        stream, count = self._events[event]
+        self._run(stream, count)
+        return (OK,)
+
+    def cuStreamSynchronize(self, stream: Any) -> tuple[Any]:
+        if isinstance(stream, int):
+            self._run(stream, len(self._queues[stream]))
+        return (OK,)
+
+    def _run(self, stream: int, count: int) -> None:
+        """Carry out the first ``count`` copies that are queued; positions of events move up."""
+        queue = self._queues[stream]
+        for target, source, nbytes in queue[:count]:
+            device, at = (target >> 40) - 1, target & ((1 << 40) - 1)
+            self.memory[device][at : at + nbytes] = self._buffers[source][:nbytes]
+        del queue[:count]
+        for event, (where, position) in list(self._events.items()):
+            if where == stream:
+                self._events[event] = (where, max(position - count, 0))
