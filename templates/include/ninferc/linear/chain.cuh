@@ -39,13 +39,13 @@ struct LinkGeometry : LinearGeometry<Config> {
   using Base = LinearGeometry<Config>;
   static constexpr u32 k_groups = Config::k_groups, blocks = Config::blocks, first_block = Config::first_block;
   static constexpr u32 total_slices = Base::segments * Base::slices, group_slices = total_slices / k_groups;
+  static constexpr u32 slice_chunks = Base::chunks / Base::slices;
   static constexpr u32 items = Base::tiles * k_groups, item_step = blocks * Base::warps_r;
   // A group is some slices of one segment, or all slices of some segments.  Its chunks lie in shared memory row by row: one of
   // each slice in turn.
   static constexpr u32 row = group_slices < Base::slices ? group_slices : Base::slices;
   static constexpr u32 group_segments = group_slices / row;
-  static constexpr u32 part_chunks =
-      row == Base::slices ? Base::chunks : (Base::chunks + Base::slices - 1) / Base::slices * row;  // of one segment's part
+  static constexpr u32 part_chunks = slice_chunks * row;  // of one segment's part
   static constexpr u32 local_chunks = group_segments * part_chunks;
   static constexpr u32 x_pitch = local_chunks * 256 + 64;
   static constexpr u32 x_bytes = Config::bucket * x_pitch;
@@ -58,6 +58,7 @@ struct LinkGeometry : LinearGeometry<Config> {
 
   static_assert(Config::bucket <= 8 && Config::column_blocks == 1 && Config::resident && !Config::split,
                 "a link takes up to eight columns");
+  static_assert(Base::chunks % Base::slices == 0, "slices of a segment are of one length");
   static_assert(total_slices % k_groups == 0 && (group_slices % Base::slices == 0 || Base::slices % group_slices == 0),
                 "a group is part of a segment or whole segments");
   static_assert(group_slices % Base::warps_k == 0, "every warp takes the same number of slices");
@@ -67,43 +68,12 @@ struct LinkGeometry : LinearGeometry<Config> {
 
 // Where a warp's copies are: item after item, of each its slices in turn, of these chunk by chunk.
 struct LinkWalk {
-  u32 item, slice, number, left;  // slice: within the group; number: of the chunk, over all segments; left: chunks of the slice
-};
-
-template <class G>
-struct LinkSteps {
-  static NINFERC_DEVICE u32 group(u32 item) { return G::k_groups == 1 ? 0 : item % G::k_groups; }
-  static NINFERC_DEVICE u32 first_item(u32 warp) {
-    const u32 block = (blockIdx.x + G::blocks - G::first_block) % G::blocks;
-    return block + G::blocks * (warp / G::warps_k);
-  }
-  static NINFERC_DEVICE void begin_slice(LinkWalk& walk) {
-    const u32 all = group(walk.item) * G::group_slices + walk.slice, first = all % G::slices;
-    walk.number = all / G::slices * G::chunks + first;
-    walk.left = G::chunks % G::slices == 0 ? G::chunks / G::slices : (G::chunks - first + G::slices - 1) / G::slices;
-  }
-  static NINFERC_DEVICE LinkWalk begin(u32 warp) {
-    LinkWalk walk{first_item(warp), warp % G::warps_k, 0, 0};
-    begin_slice(walk);
-    return walk;
-  }
-  // True when another slice begins.
-  static NINFERC_DEVICE bool advance(LinkWalk& walk, u32 warp) {
-    walk.number += G::slices;
-    if (--walk.left != 0) return false;
-    walk.slice += G::warps_k;
-    if (walk.slice >= G::group_slices) {
-      walk.slice = warp % G::warps_k;
-      walk.item += G::item_step;
-    }
-    begin_slice(walk);
-    return true;
-  }
+  u32 item, slice, left;  // slice: within the group; left: chunks of the slice
 };
 
 // One warp's ring and what is being copied into it.
 struct ChainRing {
-  u32 base, stage_at, fill_at;  // the stage multiplied next, the stage filled next
+  u32 base, stage_at, ahead;  // the stage multiplied next; bytes of stages filled from there on
   LinkWalk walk;
   WeightCursor cursor;
 };
@@ -113,52 +83,67 @@ NINFERC_DEVICE u32 next_stage(const ChainRing& ring, u32 at) {
   return at + Shape::stage_bytes == ring.base + Shape::ring_bytes ? ring.base : at + Shape::stage_bytes;
 }
 
-// Copies of a link, or of none.
+// Work and copies of a link.
 struct NoLink {};
 template <class G>
 struct LinkFill {
   static constexpr bool exists = true;
+  static NINFERC_DEVICE u32 group(u32 item) { return G::k_groups == 1 ? 0 : item % G::k_groups; }
+  static NINFERC_DEVICE u32 first_item(u32 warp) {
+    const u32 block = (blockIdx.x + G::blocks - G::first_block) % G::blocks;
+    return block + G::blocks * (warp / G::warps_k);
+  }
+  static NINFERC_DEVICE bool live(const ChainRing& ring) { return ring.walk.item < G::items; }
   static NINFERC_DEVICE void seek(ChainRing& ring, const LinearArguments& args) {
-    if (ring.walk.item >= G::items) return;
+    ring.walk.left = G::slice_chunks;
+    if (!live(ring)) return;
+    const u32 slice = group(ring.walk.item) * G::group_slices + ring.walk.slice;
     WeightCopier<G> copier(args.codes, args.high, args.scales);
-    copier.seek(ring.walk.item / G::k_groups, ring.walk.number);
+    copier.seek(ring.walk.item / G::k_groups, slice / G::slices * G::chunks + slice % G::slices);
     ring.cursor = copier;
   }
   static NINFERC_DEVICE void begin(ChainRing& ring, const LinearArguments& args, u32 warp) {
-    ring.walk = LinkSteps<G>::begin(warp);
+    ring.walk = LinkWalk{first_item(warp), warp % G::warps_k, 0};
     seek(ring, args);
   }
-  static NINFERC_DEVICE bool live(const ChainRing& ring) { return ring.walk.item < G::items; }
-  // Copies the next chunk if there is one.
-  template <class Shape>
-  static NINFERC_DEVICE void fill(ChainRing& ring, const LinearArguments& args, u32 warp) {
-    if (!live(ring)) return;
+  // The slice has been copied: the next one.
+  static NINFERC_DEVICE void next_slice(ChainRing& ring, const LinearArguments& args, u32 warp) {
+    ring.walk.slice += G::warps_k;
+    if (ring.walk.slice >= G::group_slices) {
+      ring.walk.slice = warp % G::warps_k;
+      ring.walk.item += G::item_step;
+    }
+    seek(ring, args);
+  }
+  // Copies the next chunk of the slice.
+  static NINFERC_DEVICE void copy(ChainRing& ring, const LinearArguments& args, u32 to) {
     WeightCopier<G> copier(ring.cursor, args.codes, args.high, args.scales);
-    copier.copy(ring.fill_at);
-    ring.fill_at = next_stage<Shape>(ring, ring.fill_at);
+    copier.copy(to);
     copier.step();
     ring.cursor = copier;
-    if (LinkSteps<G>::advance(ring.walk, warp)) seek(ring, args);
   }
 };
 template <>
 struct LinkFill<NoLink> {
   static constexpr bool exists = false;
-  static NINFERC_DEVICE void begin(ChainRing&, const LinearArguments&, u32) {}
   static NINFERC_DEVICE bool live(const ChainRing&) { return false; }
-  template <class Shape>
-  static NINFERC_DEVICE void fill(ChainRing&, const LinearArguments&, u32) {}
+  static NINFERC_DEVICE void begin(ChainRing&, const LinearArguments&, u32) {}
+  static NINFERC_DEVICE void next_slice(ChainRing&, const LinearArguments&, u32) {}
+  static NINFERC_DEVICE void copy(ChainRing&, const LinearArguments&, u32) {}
 };
 
-// Fills the ring up to one free stage.  Every call and every product of a chunk commits one group per stage looked at, filled
-// or not, so that the oldest chunk always has at least stages - 2 groups behind it.
+// Fills the ring up to one free stage, as far as the link has chunks.  One group is committed per stage, filled or not, and one
+// per product of a chunk: so the oldest chunk always has at least stages - 2 groups behind it.
 template <class Shape, class G>
 NINFERC_DEVICE void top_up(ChainRing& ring, const LinearArguments& args, u32 warp) {
-  const u32 ahead = ring.fill_at >= ring.stage_at ? ring.fill_at - ring.stage_at
-                                                  : ring.fill_at + Shape::ring_bytes - ring.stage_at;
 #pragma unroll 1
-  for (u32 filled = ahead; filled < (Shape::stages - 1) * Shape::stage_bytes; filled += Shape::stage_bytes) {
-    LinkFill<G>::template fill<Shape>(ring, args, warp);
+  for (u32 filled = ring.ahead; filled < (Shape::stages - 1) * Shape::stage_bytes; filled += Shape::stage_bytes) {
+    if (LinkFill<G>::live(ring)) {
+      const u32 to = ring.stage_at + ring.ahead;
+      LinkFill<G>::copy(ring, args, to >= ring.base + Shape::ring_bytes ? to - Shape::ring_bytes : to);
+      ring.ahead += Shape::stage_bytes;
+      if (--ring.walk.left == 0) LinkFill<G>::next_slice(ring, args, warp);
+    }
     cp_async_commit();
   }
 }
@@ -184,7 +169,7 @@ NINFERC_DEVICE void stage_link(u32 smem_x, f32* scratch, const LinearArguments& 
   constexpr u32 pieces = G::local_chunks * 16, total = G::bucket * pieces;
   constexpr u32 rounds = ceil_div(total, Shape::threads), batch = rounds < 4 ? rounds : 4;
   const Activations in{args.x, args.x_stride, args.columns, 0};
-  const u32 first_slice = LinkSteps<G>::group(LinkSteps<G>::first_item(0)) * G::group_slices;
+  const u32 first_slice = LinkFill<G>::group(LinkFill<G>::first_item(0)) * G::group_slices;
   const u32 first_part = first_slice / G::slices * G::chunks, inner = first_slice % G::slices;
   // Column of x of piece `piece`, or K where it stands for no chunk.
   const auto column_of = [&](u32 piece) {
@@ -332,6 +317,25 @@ struct LinkTotal {
   }
 };
 
+// `count` chunks of a slice: product of the oldest stage, copy of a chunk of link F into the stage freed before.  The ring is
+// full but for one stage, unless F copies nothing.
+template <class Shape, class G, class F>
+NINFERC_DEVICE void run_chunks(ChunkProduct<G>& product, ChainRing& ring, const LinearArguments& args, u32& x, u32 count) {
+  u32 freed = ring.stage_at == ring.base ? ring.base + Shape::ring_bytes - Shape::stage_bytes : ring.stage_at - Shape::stage_bytes;
+#pragma unroll 1
+  for (; count != 0; --count) {
+    // All lanes have landed their copies of this stage and have done with the one before.
+    cp_async_wait<Shape::stages - 2>();
+    sync_warp();
+    LinkFill<F>::copy(ring, args, freed);
+    cp_async_commit();
+    freed = ring.stage_at;
+    product.add(ring.stage_at, x);
+    x += G::row * 256;
+    ring.stage_at = next_stage<Shape>(ring, ring.stage_at);
+  }
+}
+
 // One link by one warp; on return the ring holds the first chunks of the link behind it.
 template <class Shape, class G, class Next>
 NINFERC_DEVICE void run_link(const LinearArguments& args, const LinearArguments& next_args, ChainRing& ring, u32 warp,
@@ -343,32 +347,36 @@ NINFERC_DEVICE void run_link(const LinearArguments& args, const LinearArguments&
   bool in_next = false;
   u32 buffer = 0, finisher = 0;
 #pragma unroll 1
-  for (u32 item = LinkSteps<G>::first_item(warp); item < G::items; item += G::item_step) {
-    const u32 tile = item / G::k_groups, first_slice = LinkSteps<G>::group(item) * G::group_slices;
+  for (u32 item = LinkFill<G>::first_item(warp); item < G::items; item += G::item_step) {
+    const u32 tile = item / G::k_groups, first_slice = LinkFill<G>::group(item) * G::group_slices;
     const u32 sums = smem_sums + (team * 2 + buffer) * G::team_sums;
     const LinearEpilogue<G> epilogue{args, tile, 0};
 #pragma unroll 1
     for (u32 slice = warp_k; slice < G::group_slices; slice += G::warps_k) {
       ChunkProduct<G> product;
       product.clear();
-      LinkWalk here{item, slice, 0, 0};
-      LinkSteps<G>::begin_slice(here);
-      u32 x_chunk = x_lane + (slice / G::row * G::part_chunks + slice % G::row) * 256;
+      u32 x = x_lane + (slice / G::row * G::part_chunks + slice % G::row) * 256;
 #pragma unroll 1
-      for (u32 left = here.left; left != 0; --left) {
-        // All lanes have landed their copies of this stage and have done with the one before, which is filled again.
-        cp_async_wait<Shape::stages - 2>();
-        sync_warp();
+      for (u32 left = G::slice_chunks; left != 0;) {
         if (!in_next && !LinkFill<G>::live(ring)) {
           in_next = true;
           LinkFill<Next>::begin(ring, next_args, warp);
+          if constexpr (LinkFill<Next>::exists) top_up<Shape, Next>(ring, next_args, warp);
         }
-        if (in_next) LinkFill<Next>::template fill<Shape>(ring, next_args, warp);
-        else LinkFill<G>::template fill<Shape>(ring, args, warp);
-        cp_async_commit();
-        product.add(ring.stage_at, x_chunk);
-        x_chunk += G::row * 256;
-        ring.stage_at = next_stage<Shape>(ring, ring.stage_at);
+        u32 count = left;
+        if (!in_next) {
+          count = count < ring.walk.left ? count : ring.walk.left;
+          run_chunks<Shape, G, G>(product, ring, args, x, count);
+          if ((ring.walk.left -= count) == 0) LinkFill<G>::next_slice(ring, args, warp);
+        } else if (LinkFill<Next>::live(ring)) {
+          count = count < ring.walk.left ? count : ring.walk.left;
+          run_chunks<Shape, G, Next>(product, ring, next_args, x, count);
+          if ((ring.walk.left -= count) == 0) LinkFill<Next>::next_slice(ring, next_args, warp);
+        } else {
+          run_chunks<Shape, G, NoLink>(product, ring, args, x, count);
+          ring.ahead -= count * Shape::stage_bytes;
+        }
+        left -= count;
       }
       if constexpr (G::shared_sums) LinkTotal<G>::put(sums, slice, product);
       else LinkTotal<G>::publish(args, tile, first_slice + slice, product);
