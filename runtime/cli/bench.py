@@ -6,15 +6,20 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import artifacts
+from runtime.cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from runtime.cuda.backend import CudaBackend
+
 
 def _numbers(text: str, option: str, least: int = 1) -> list[int]:
-    from runtime.cli.errors import UsageError
-
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:
@@ -36,25 +41,40 @@ def bench_command(
     output_file: Annotated[Path | None, typer.Option("--output-file", help="Write the JSON record here.")] = None,
     devices: Annotated[str, typer.Option("--devices", help="CUDA device indices, one per rank: 0 or 0,1.")] = "0",
     transport: Annotated[str, typer.Option("--transport", help="auto, peer, host or staged (two ranks).")] = "auto",
+    exchange: Annotated[str, typer.Option("--exchange", help="fp32 or bf16: what two ranks send in decode.")] = "fp32",
     seed: Annotated[int, typer.Option("--seed")] = 0,
     max_context: Annotated[int | None, typer.Option("--max-context")] = None,
     card: Annotated[str | None, typer.Option("--as", help="Build for the GPU here with that card's capabilities.")] = None,
     no_cuda_graph: Annotated[bool, typer.Option("--no-cuda-graph")] = False,
     skip_prefill: Annotated[bool, typer.Option("--skip-prefill")] = False,
+    load: Annotated[bool, typer.Option("--load", help="Only the time from opening the file to the first token.")] = False,
 ) -> None:
     """Measure a program on the GPU; every record says what it was measured on and with."""
     from runtime.bench.device_fill import MINIMUM_READ_RATE
     from runtime.bench.environment import describe, gpu_state
     from runtime.bench.measure import Bench
     from runtime.bench.open import open_for_bench
+    from runtime.cli.errors import UsageError
+    from runtime.cli.options import WIRES
 
+    if exchange not in WIRES:
+        raise UsageError(f"--exchange {exchange[:40]!r}: {', '.join(WIRES)} are allowed")
     contexts, lanes, widths = _numbers(prompts, "-p"), _numbers(batches, "-b"), _numbers(columns, "-t")
     began = time.perf_counter()
     ranks = _numbers(devices, "--devices", least=0)
     pairs = [(1, 32), *((b, t) for b in lanes for t in widths)]
     need = max_context or max(contexts) + (steps + 4) * max(widths) + 64
-    backend = open_for_bench(program, ranks, pairs, need, weights, score=False, card=card, eager=no_cuda_graph, seed=seed,
-                             transport=transport)  # fmt: skip
+
+    def opening() -> CudaBackend:
+        return open_for_bench(program, ranks, pairs, need, weights, score=False, card=card, eager=no_cuda_graph, seed=seed,
+                              transport=transport, exchange=WIRES[exchange])  # fmt: skip
+
+    if load:
+        if weights != "file":
+            raise UsageError("--load measures reading the file; it needs --weights file")
+        _write(_load_record(program, opening, repeats, seed), output, output_file)
+        return
+    backend = opening()
     built = backend.program
     loaded = time.perf_counter()
     try:
@@ -67,7 +87,8 @@ def bench_command(
             "weights": "synthetic, generated on the GPU" if weights == "synth" else "file",
             "cache": "filled with random values",
             "caps": {"arch": built.caps.arch, "as": card or "", "sms": built.caps.sms},
-            "tp": built.tp, "devices": ranks, "transport": transport, "seed": seed, "repeats": repeats, "steps": steps,
+            "tp": built.tp, "devices": ranks, "transport": backend.exchange.transport if backend.exchange else "",
+            "exchange": exchange if built.tp > 1 else "", "seed": seed, "repeats": repeats, "steps": steps,
             "regions_bytes": built.regions, "open_seconds": loaded - began,
         }  # fmt: skip
         rate = bench.read_rate()
@@ -107,11 +128,56 @@ def bench_command(
         record["rows"] = rows
     finally:
         backend.close()
+    _write(record, output, output_file)
+
+
+def _load_record(path: Path, opening: Callable[[], CudaBackend], repeats: int, seed: int) -> dict[str, Any]:
+    """The load case: times from opening to the first token, and the links' own rate."""
+    from runtime.bench import load
+    from runtime.bench.environment import describe
+    from runtime.open import is_program, open_program
+
+    opening().close()  # compiles the program where it is not in the cache
+    artifact = open_program(path, None).artifact if is_program(path) else artifacts.open(path)
+    artifact.open_parts()
+    warmed = load.warm(artifact)
+    loads, backend = load.measure(opening, repeats, seed)
+    try:
+        built = backend.program
+        link = load.pinned_rate(backend.devices)
+        record = describe(backend.devices) | {
+            "command": ["ninferc", *sys.argv[1:]], "weights": "file", "page_cache": f"{warmed} bytes read once before",
+            "artifact": {"model_id": built.artifact.model_id, "weights_id": built.artifact.weights_id,
+                         "file_bytes": built.artifact.file_bytes, "directory_sha256": built.artifact.directory_sha256},
+            "caps": {"arch": built.caps.arch, "sms": built.caps.sms}, "tp": built.tp, "repeats": repeats, "seed": seed,
+            "upload_threads": load.threads(),
+        }  # fmt: skip
+    finally:
+        backend.close()
+    case = f"{built.artifact.model_id}/{built.artifact.weights_id} tp{built.tp} load"
+
+    def row(metric: str, values: list[float], unit: str) -> dict[str, Any]:
+        return {"case": case, "metric": metric, "value": statistics.median(values), "unit": unit,
+                "spread": [min(values), max(values)]}  # fmt: skip
+
+    record["rows"] = [
+        row("open to first token", [item.first_token for item in loads], "s"),
+        row("open to ready", [item.ready for item in loads], "s"),
+        row("weights", [item.upload for item in loads], "s"),
+        row("weights rate", [item.rate / 1e9 for item in loads], "GB/s"),
+        {"case": case, "metric": "bytes", "value": loads[0].nbytes, "unit": "B"},
+        {"case": case, "metric": "pinned copy", "value": link / 1e9, "unit": "GB/s"},
+        row("of the pinned copy", [item.rate / link for item in loads], "fraction"),
+    ]
+    return record
+
+
+def _write(record: dict[str, Any], output: str, output_file: Path | None) -> None:
     text = json.dumps(record, indent=1)
     if output_file:
         output_file.write_text(text + "\n")
     if output == "json":
         print(text)
     else:
-        for row in rows:
+        for row in record["rows"]:
             print(f"{row['case']:64s} {row['metric']:16s} {row['value']:14.4f} {row['unit']}")
