@@ -32,23 +32,20 @@ def plan(lifetimes: Sequence[Lifetime], region: str) -> tuple[dict[str, Placemen
 
     Raises ValueError for a lifetime that ends before it begins.
     """
-    placed: list[tuple[Lifetime, int]] = []
+    taken: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (rank, call) -> ranges placed so far
     out: dict[str, Placement] = {}
     sizes = [0] * (1 + max((life.rank for life in lifetimes), default=0))
     for life in sorted(lifetimes, key=lambda item: (-item.nbytes, item.first, item.name)):
         if life.last < life.first:
             raise ValueError(f"buffer {life.name} dies in call {life.last} before it is born in {life.first}")
-        busy = sorted(
-            (offset, offset + align(other.nbytes))
-            for other, offset in placed
-            if other.rank == life.rank and other.first <= life.last and life.first <= other.last
-        )
+        calls = [(life.rank, call) for call in range(life.first, life.last + 1)]
         offset = 0
-        for begin, end in busy:
+        for begin, end in sorted({span for call in calls for span in taken.get(call, ())}):
             if offset + align(life.nbytes) <= begin:
                 break
             offset = max(offset, end)
-        placed.append((life, offset))
+        for call in calls:
+            taken.setdefault(call, []).append((offset, offset + align(life.nbytes)))
         out[life.name] = Placement(region, offset, life.nbytes, life.rank)
         sizes[life.rank] = max(sizes[life.rank], offset + align(life.nbytes))
     return out, sizes

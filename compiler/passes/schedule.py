@@ -57,6 +57,9 @@ class Scheduler:
         self._liveness()
         placements, sizes = memory.plan(self.lifetimes, WORK)
         edges = memory.reuse_edges(placements, self.lifetimes, self.accesses) | self._hazards()
+        deps: list[list[int]] = [[] for _ in self.groups]
+        for before, after in sorted(edges):
+            deps[after].append(before)
         calls = []
         for index, group in enumerate(self.groups):
             scratch = {name: placements[f"call{index}.{name}"] for name in group.spec.scratch if name not in group.spec.zeroed}
@@ -71,7 +74,7 @@ class Scheduler:
                     smem=group.spec.smem,
                     cluster=group.spec.cluster,
                     ops=group.ops,
-                    deps=tuple(sorted(before for before, after in edges if after == index)),
+                    deps=tuple(deps[index]),
                     scratch=scratch,
                     internal={name: self.graph.values[name].type for name in sorted(group.internal)},
                     programmatic=self.programmatic,
