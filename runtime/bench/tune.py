@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from compiler.emit.cache import Job, compile_all
 from compiler.emit.render import kernel_source
 from compiler.ir.op import ref_type
-from compiler.kernels import linear_chain
+from compiler.kernels import linear_chain, linear_columns
 from compiler.kernels.linear_chain import ChainTile, Link, chain_key, chain_spec, links_of
 from compiler.kernels.linear_columns import Product, Tile, candidates, choose, product_of, spec_of
 from compiler.kernels.spec import DeviceCaps, KernelSpec
@@ -23,6 +23,7 @@ from compiler.program.model import Arg, Call, KernelImage, Phase
 from runtime.bench.measure import Bench
 from runtime.cuda.modules import Modules
 
+AHEAD = (0, 4, 8, 16, 24, 32)  # MiB
 GAIN = 0.9985  # a tile must make the step at least this much faster: less is noise
 
 
@@ -66,13 +67,14 @@ class ProductChoice:
         return replace(spec, entry=f"{spec.entry}_{name}")
 
     def rounds(self, count: int, best: Callable[[], Tile]) -> Iterator[list[Tile]]:
-        """Tiles to measure, in one round."""
+        """Tiles to measure: shapes; for the best of them the prefetch ahead; when dependents may start."""
         ranked = list(candidates(self.product, self.caps))
         single = [tile for tile in ranked if tile.blocks_per_sm == 1]
         fresh = [tile for tile in ranked if tile.blocks_per_sm == 0]
         tiles = list(dict.fromkeys(itertools.chain(ranked[: count // 2], single[: count // 4], fresh[: count // 4])))
-        tiles += [replace(t, release=r) for t in tiles[:6] for r in ("early", "late") if t.release != r]
-        yield list(dict.fromkeys(tiles))
+        yield tiles
+        yield [tile for mib in AHEAD if linear_columns.fits(self.product, tile := replace(best(), ahead=mib), self.caps)]
+        yield [replace(best(), release=release) for release in ("early", "late")]
 
 
 @dataclass

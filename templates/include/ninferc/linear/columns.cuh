@@ -25,10 +25,10 @@ struct ChunkWalk {
     number = first_chunk + slice / G::slices * G::chunks + first;
     left = G::chunks % G::slices == 0 ? G::chunks / G::slices : (G::chunks - first + G::slices - 1) / G::slices;
   }
-  // True when another slice begins.
-  NINFERC_DEVICE bool advance() {
-    number += G::slices;
-    if (--left != 0) return false;
+  // `count` chunks on, at most to the end of the slice.  True when another slice begins.
+  NINFERC_DEVICE bool advance(u32 count = 1) {
+    number += count * G::slices;
+    if ((left -= count) != 0) return false;
     slice += G::warps_k;
     if (slice >= G::all_slices) {
       slice = warp_k;
@@ -38,6 +38,31 @@ struct ChunkWalk {
     return true;
   }
 };
+
+// Asks for the first `ahead` bytes of the code plane (of gate and up one half each) and what belongs to them, so that they come
+// into the L2 cache while the kernels before this one still run.  Tiles are dealt in order: these are read first.
+template <class G>
+NINFERC_DEVICE void prefetch_first_rows(const LinearArguments& args, u32 warp) {
+  constexpr u32 ranges = G::swiglu ? 2 : 1, piece = 4096, warps = G::threads / 32;
+  constexpr u64 wanted = G::ahead / ranges / G::row_bytes;
+  constexpr u64 rows = wanted < G::outputs ? wanted : G::outputs;
+  if (lane_id() != 0) return;
+  const auto ask = [&](const u8* from, u64 bytes) {
+    const u64 pieces = bytes / piece;
+    for (u64 i = blockIdx.x * warps + warp; i < pieces; i += u64(gridDim.x) * warps) prefetch_l2_bulk(from + i * piece, piece);
+  };
+#pragma unroll
+  for (u32 range = 0; range < ranges; ++range) {
+    const u64 first = u64(range) * (G::n / 2);
+    ask(args.codes + first * G::row_bytes, rows * G::row_bytes);
+    if constexpr (G::Traits::high_bytes_128 != 0) {
+      constexpr u64 high_row = u64(G::chunks) * G::segments * G::Traits::high_bytes_128;
+      ask(args.high + first * high_row, rows * high_row);
+    }
+    if constexpr (G::format == Format::nvfp4) ask(args.scales + first * (G::k / 16), rows * (G::k / 16));
+    else if constexpr (G::Traits::grouped_int) ask(args.scales + first * (G::groups * 2), rows * (G::groups * 2));
+  }
+}
 
 template <class Config>
 NINFERC_DEVICE void linear_columns(LinearArguments args) {
@@ -81,6 +106,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
     if constexpr (G::resident) cp_async_commit();
     advance();
   }
+  if constexpr (G::ahead != 0) prefetch_first_rows<G>(args, warp);
   grid_dependency_wait();
   if constexpr (G::epilogue == Epilogue::push_f32) args.push.open();
   if constexpr (G::release == Release::early) grid_launch_dependents();
@@ -119,20 +145,36 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
       product.clear();
       const ChunkWalk<G> here(0, slice, 0, 0);
       u32 x_chunk = base + G::x_base + here.number * 256 + x_lane;
+      if constexpr (G::resident) {
 #pragma unroll 1
-      for (u32 left = here.left; left != 0; --left) {
-        // All have landed this stage's copies (resident: here; ring: when the activations were put in order) and have
-        // done with the stage before, which is refilled.
-        if constexpr (G::resident) cp_async_wait<stages - 2>();
-        if constexpr (G::resident || G::warps_r == 1) sync_warp();
-        else named_barrier_sync(1 + G::warps_r + warp_k, 32 * G::warps_r);
-        copy_weights(fill_at);
-        fill_at = stage_at;
-        if constexpr (G::resident) {
-          cp_async_commit();
-          product.add(stage_at, x_chunk);
-          x_chunk += G::slices * 256;
-        } else {
+        for (u32 left = here.left; left != 0;) {
+          const u32 run = left < next.left ? left : next.left;  // to the end of the slice multiplied or of the slice copied
+          const bool copies = next.tile < G::tiles;
+#pragma unroll 1
+          for (u32 i = run; i != 0; --i) {
+            // All lanes have landed this stage's copies and have done with the stage before, which is refilled.
+            cp_async_wait<stages - 2>();
+            sync_warp();
+            if (copies) w_copier.copy(fill_at);
+            cp_async_commit();
+            w_copier.step();
+            fill_at = stage_at;
+            product.add(stage_at, x_chunk);
+            x_chunk += G::slices * 256;
+            stage_at = stage_at + G::stage_bytes == ring + G::ring_bytes ? ring : stage_at + G::stage_bytes;
+          }
+          left -= run;
+          if (next.advance(run) && next.tile < G::tiles) w_copier.seek(next.tile, next.number);
+        }
+      } else {
+#pragma unroll 1
+        for (u32 left = here.left; left != 0; --left) {
+          // All have landed this stage's weights (activations: when these were put in order) and have done with the stage
+          // before, which is refilled.
+          if constexpr (G::warps_r == 1) sync_warp();
+          else named_barrier_sync(1 + G::warps_r + warp_k, 32 * G::warps_r);
+          copy_weights(fill_at);
+          fill_at = stage_at;
           const u32 x_after = x_at + x_step == x_end ? x_stage(0) : x_at + x_step;
           x_copier.copy(x_fill_at, next.number);
           cp_async_commit();
@@ -141,9 +183,9 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
           product.add(stage_at, x_at + x_lane);
           x_fill_at = x_at;
           x_at = x_after;
+          advance();
+          stage_at = stage_at + G::stage_bytes == ring + G::ring_bytes ? ring : stage_at + G::stage_bytes;
         }
-        advance();
-        stage_at = stage_at + G::stage_bytes == ring + G::ring_bytes ? ring : stage_at + G::stage_bytes;
       }
       if constexpr (G::reduce) SharedTotal<G>::put(sums, slice, product);
       else total.add(epilogue, product, slice);
