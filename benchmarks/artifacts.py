@@ -3,10 +3,11 @@
     python -m benchmarks.artifacts [-o FILE.json] [--folder DIR] [--layers N | --header-only]
 
 Formats: encode (BF16 words to stored bytes) and decode (stored bytes to float32), on one core and on all. Files: `synth` of
-qwen3.8-27b/nvfp4 (20.02 GiB) beside a plain write of the same disk, verify, verify --deep, upgrade, diff, migrate. Opening:
-all registered identities in every version, as a library call and as a whole `ninferc inspect --json` process. Each row says
-how much of the file lay in the page cache. Needs 41 GiB in DIR (default: the current folder) and about two minutes on 16
-cores. --layers N takes a model of N layers instead, --header-only leaves the large file out.
+qwen3.8-27b/nvfp4 (20.02 GiB) beside a plain write of the same disk, verify, verify --deep, upgrade, diff, migrate; time and
+peak memory of a conversion at the size of the 27B models. Opening: all registered identities in every version, as a library
+call and as a whole `ninferc inspect --json` process. Rows that read a file say how much of it lay in the page cache. Needs
+41 GiB in DIR (default: the current folder) and two to three minutes on 16 cores. --layers N takes models of N layers
+instead, --header-only leaves the large files out.
 """
 
 from __future__ import annotations
@@ -53,6 +54,14 @@ from runtime.bench.environment import commit
 ROOT = Path(__file__).resolve().parents[1]
 FULL = Identity("qwen3.8-27b", "nvfp4")
 PLAIN_BYTES = 4 << 30
+# Runs a command and prints the peak of its resident memory in KiB. (What wait4 reports includes the process that started it.)
+WITH_PEAK = """
+import sys
+from runtime.cli.main import main
+code = main(sys.argv[1:])
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+sys.exit(code)
+"""
 Row = dict[str, Any]
 
 
@@ -192,11 +201,33 @@ def large_file(folder: Path, layers: int | None) -> Iterator[Row]:
         yield timed("upgrade", size, lambda: str(upgrade(artifact, new)), path)
         with artifacts.open(new) as other:
             yield timed("diff of version 2 and 3", 2 * size, lambda: identical(artifact, other), new)
+    path.unlink()
+    new.unlink()
+    if sys.platform == "linux":
+        yield conversion(folder, 64 if layers is None else layers)
 
 
 def identical(a: artifacts.Artifact, b: artifacts.Artifact) -> list[str]:
     """Differences of objects; versions 2 and 3 differ in their identity."""
     return [str(difference) for difference in compare(a, b) if difference.kind != "identity"]
+
+
+def conversion(folder: Path, layers: int) -> Row:
+    """`convert` of a checkpoint of the 27B widths (a sparse file of zeros) as a process, for its peak memory."""
+    from tests.convert.headers_27b import write_sparse
+
+    directory, out = write_sparse(folder / "checkpoint", layers), folder / "converted.ninfer"
+    source = (directory / "model.safetensors").stat().st_size
+    arguments = ["convert", str(directory), "-o", str(out), "--vision"]
+    start = time.perf_counter()
+    report = subprocess.run([sys.executable, "-c", WITH_PEAK, *arguments], check=True, capture_output=True, text=True, cwd=ROOT)
+    seconds = time.perf_counter() - start
+    row = {"what": f"convert to groupwise-int, 27B widths, {layers} layers of zeros", "source_bytes": source,
+           "bytes": out.stat().st_size, "seconds": round(seconds, 2), "peak_rss_bytes": 1024 * int(report.stdout)}  # fmt: skip
+    out.unlink()
+    shutil.rmtree(directory)
+    say(f"convert: {seconds:.1f} s, peak {row['peak_rss_bytes'] / 1e6:.0f} MB")
+    return row
 
 
 def in_place(folder: Path) -> Row:
