@@ -50,25 +50,28 @@ class Kernel:
 
 
 @cache
-def kernels(name: str, arch: str, pairs: tuple[tuple[int, int], ...], tp: int = 1) -> tuple[Kernel, ...]:
-    """The kernels of a model's program for ``arch`` with these (lanes, columns) decode graphs."""
-    return kernels_for(name, caps(arch), pairs, tp)
+def kernels(name: str, arch: str, pairs: tuple[tuple[int, int], ...], tp: int = 1, chunk: int = 1024) -> tuple[Kernel, ...]:
+    """The kernels of a model's program for ``arch`` with these (lanes, columns) decode graphs and prefill chunks."""
+    return kernels_for(name, caps(arch), pairs, tp, chunk)
 
 
 @cache
-def kernels_for(name: str, target: DeviceCaps, pairs: tuple[tuple[int, int], ...], tp: int = 1) -> tuple[Kernel, ...]:
+def kernels_for(name: str, target: DeviceCaps, pairs: tuple[tuple[int, int], ...], tp: int = 1,
+                chunk: int = 1024) -> tuple[Kernel, ...]:  # fmt: skip
     """The same for given capabilities."""
     context = 2048 if name == TINY else 8192
-    options = CompileOptions(max_context=context, max_concurrency=max(lanes for lanes, _ in pairs), pairs=pairs, tp=tp)
+    options = CompileOptions(max_context=context, max_concurrency=max(lanes for lanes, _ in pairs), pairs=pairs, tp=tp,
+                             prefill_chunk=chunk, test_chunks=True)  # fmt: skip
     program = compile_program(artifact(name), target, options, images=False)
     decode = {call.entry for phase in program.phases.values() if phase.phase == "decode" for call in phase.calls}
     return tuple(Kernel(image.spec, entry in decode) for entry, image in program.kernels.items())
 
 
-def tool_kernels() -> tuple[Kernel, ...]:
+def tool_kernels(arch: str) -> tuple[Kernel, ...]:
     """Kernels that only measurements launch; no limit on their registers matters."""
-    return tuple(Kernel(KernelSpec(entry, template, {}, (1, 1, 1), 32, 0, ()), False)
-                 for entry, template in (*ToolKernels.ENTRIES.items(), ("exchange_delay", "exchange_delay.cu.j2")))  # fmt: skip
+    bulk = {"read_bulk": "read_bulk.cu.j2"} if caps(arch).bulk_copy else {}
+    entries = {**ToolKernels.ENTRIES, **bulk, "exchange_delay": "exchange_delay.cu.j2"}
+    return tuple(Kernel(KernelSpec(entry, template, {}, (1, 1, 1), 32, 0, ()), False) for entry, template in entries.items())
 
 
 def compiled(found: tuple[Kernel, ...], arch: str, folder: Path) -> dict[str, Cubin]:

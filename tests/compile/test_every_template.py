@@ -31,11 +31,12 @@ def check(found: tuple[Kernel, ...], arch: str, cache: Path) -> None:
 
 
 def example_kernels(arch: str) -> tuple[Kernel, ...]:
-    """One and several lanes and columns on one rank; of two ranks what one rank has not; tools."""
+    """One and several lanes and columns on one rank; of two ranks, and of chunks too short for the chunked delta rule, what
+    these have not; tools."""
     one = inst.kernels(TINY, arch, ((1, 1), (8, 1), (1, 32)))
-    two = inst.kernels(TINY, arch, STEP, tp=2)
+    more = (*inst.kernels(TINY, arch, STEP, tp=2), *inst.kernels(TINY, arch, STEP, chunk=16))
     known = {kernel.spec.template for kernel in one}
-    return (*one, *(kernel for kernel in two if kernel.spec.template not in known), *inst.tool_kernels())
+    return (*one, *(kernel for kernel in more if kernel.spec.template not in known), *inst.tool_kernels(arch))
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -66,7 +67,7 @@ GOOD = Resources(registers=64, stack=0, spill_stores=0, spill_loads=0, static_sm
 
 
 def test_the_rules_see_each_fault() -> None:
-    spec = replace(inst.tool_kernels()[0].spec, entry="k", block=256, smem=1000)
+    spec = replace(inst.tool_kernels("sm_86")[0].spec, entry="k", block=256, smem=1000)
 
     def found(kernel: Kernel, resources: Resources) -> list[str]:
         return inst.faults(kernel, Cubin(b"", resources, ""), "sm_86")

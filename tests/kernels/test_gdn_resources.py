@@ -16,6 +16,7 @@ from compiler.kernels.conv import conv_spec
 from compiler.kernels.gated_norm import gated_norm_spec
 from compiler.kernels.gdn_decode import recurrent_spec
 from compiler.kernels.gdn_gates import gates_spec
+from compiler.kernels.gdn_layer import LayerOps, layer_spec, obstacle
 from compiler.kernels.gdn_prefill import carry_spec, chunked_fits, intra_spec
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.ops.gdn import lower_prefill
@@ -69,6 +70,33 @@ def test_decode_kernels_keep_everything_in_registers(arch: str) -> None:
         assert used.static_smem + spec.smem <= target.smem_block
 
 
+def layer_site(columns: int) -> tuple[LayerOps, dict[str, dict[str, TensorType]]]:
+    """The four ops that the fused kernel replaces, and their operand types by kind."""
+    sites = (site("gdn_gates", columns), site("conv", columns, phase="decode"), site("gdn", columns, phase="decode", **HEADS),
+             site("gated_norm", columns, eps=1e-6, heads=48, dim=128))  # fmt: skip
+    return LayerOps(*(op for op, _ in sites)), {op.kind: types for op, types in sites}
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_the_fused_kernel_keeps_everything_in_registers(arch: str) -> None:
+    """Every number of columns, whatever is settled; one column with everything settled fits beside the end of a chain of
+    products, which leaves a quarter of the registers (compiler/kernels/linear_chain.py)."""
+    target = caps(arch)
+    for width, settled in [(1, "hidden"), (1, "state"), (1, "nothing"), (8, "hidden"), (8, "nothing"), (32, "hidden")]:
+        ops, types = layer_site(width)
+        types["conv"]["record"] = TensorType((2, 4, 32, 10240), "bf16")
+        for name in ("rec_k", "rec_u", "rec_alpha"):
+            shape = types["gdn"][name].shape
+            types["gdn"][name] = TensorType((*shape[:2], 32, *shape[3:]), "f32")
+        assert obstacle(ops, types, width, target) == ""
+        spec = layer_spec(ops, types, 1, width, settled, target)
+        used = compile_source(spec.entry, render(spec.template, spec.entry, spec.params), arch).resources
+        assert (used.stack, used.spill_stores, used.spill_loads, used.local) == (0, 0, 0, 0), f"{spec.entry} {used}"
+        assert used.registers * spec.block <= 65536 and used.static_smem <= 48 << 10
+        if target.clusters and (width, settled) == (1, "hidden"):
+            assert used.registers * spec.block <= 16384 and used.static_smem <= 4096, used
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
 def test_prefill_kernels_fit(arch: str) -> None:
     target = caps(arch)
@@ -104,6 +132,16 @@ def test_what_no_kernel_serves_is_named() -> None:
     shifted = replace(op, inputs={**op.inputs, "z": Ref("z", 4, 6144)})
     with pytest.raises(IRError, match="z begins at column 4"):
         gated_norm_spec(shifted, types, caps("sm_90a"))
+    ops, kinds = layer_site(9)
+    with pytest.raises(IRError, match="9 columns per lane, but records hold 8"):
+        layer_spec(ops, kinds, 1, 9, "hidden", caps("sm_90a"))
+    with pytest.raises(IRError, match="settled is 'soon'"):
+        layer_spec(*layer_site(1), 1, 1, "soon", caps("sm_90a"))
+    shifted = replace(ops, norm=replace(ops.norm, inputs={**ops.norm.inputs, "z": Ref("z", 4, 6144)}))
+    with pytest.raises(IRError, match="z begins at column 4"):
+        layer_spec(shifted, kinds, 1, 1, "hidden", caps("sm_90a"))
+    assert "bf16 matrix instructions" in obstacle(ops, kinds, 1, caps("sm_75"))
+    assert obstacle(ops, kinds, 33, caps("sm_90a")) == "33 columns per lane"
     with pytest.raises(IRError, match="dim is 260"):
         gated_norm_spec(*site("gated_norm", 4, eps=1e-6, heads=48, dim=260), caps("sm_90a"))
 
