@@ -43,6 +43,7 @@ from compiler.program.model import (
     Placement,
     Program,
 )
+from compiler.shard.plan import ShardDims, ShardError, check_width
 
 REGISTERED_IDS = 248077  # ids that the tokenizers of the registered models can produce (spec/frontend.md §1)
 MAX_TOKENIZER = 64 << 20
@@ -141,6 +142,13 @@ def limits_of(spec: ModelSpec, options: CompileOptions) -> ControlLimits:
         raise CompileOptionError(f"--max-context {options.max_context}: 1…{min(spec.max_position, MAX_CONTEXT)} is allowed")
     if not 1 <= options.max_concurrency <= 64:
         raise CompileOptionError(f"--max-concurrency {options.max_concurrency}: 1…64 is allowed")
+    try:
+        check_width(ShardDims.of(spec), options.tp)
+    except ShardError as error:
+        raise CompileOptionError(str(error)) from None
+    if options.tp > exchange.RANKS:
+        raise CompileOptionError(f"--tp {options.tp}: 1 or {exchange.RANKS} is allowed; this model could be cut for up to "
+                                 f"{spec.kv_heads} ranks, but kernels exchange between {exchange.RANKS}")  # fmt: skip
     chunk = options.prefill_chunk
     if not (chunk % 128 == 0 or (options.test_chunks and chunk in (16, 64))) or not 1 <= chunk <= 16384:
         raise CompileOptionError(f"--prefill-chunk {chunk}: a multiple of 128 up to 16384 is needed")

@@ -41,8 +41,13 @@ def total_bytes(program: Program, rank: int = 0) -> int:
 
 
 def host_bytes(program: Program) -> int:
-    """Page-locked host memory of the two rings. Over the host transport ``exchange`` of every rank lies there too."""
+    """Page-locked host memory of the two rings."""
     return sum(program.regions[0].get(region, 0) for region in (RING, EGRESS))
+
+
+def exchange_bytes(program: Program) -> int:
+    """Page-locked host memory that exchanges take instead of the devices' when they go through the host."""
+    return sum(regions.get(EXCHANGE, 0) for regions in program.regions)
 
 
 def weight_values(program: Program) -> Iterator[tuple[str, int, int]]:

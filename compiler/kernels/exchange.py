@@ -11,6 +11,7 @@ from compiler.kernels.control import SAMPLE_CANDIDATES, SAMPLE_SLICE
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.ops.exchange_residual import peers_of
 
+RANKS = 2  # that kernels exchange between; graphs, shards and the ops' references know any number
 THREADS = 256
 MERGE_THREADS = 64
 PART_VALUES = 1024  # values of a column that one block takes, where columns are few
@@ -36,8 +37,8 @@ def _arch(caps: DeviceCaps) -> str:
 
 
 def _two_ranks(op: Op) -> None:
-    if len(peers_of(op)) != 1:
-        raise IRError(f"op {op.kind}: {len(peers_of(op)) + 1} ranks; kernels exchange between 2, the VM runs any number")
+    if len(peers_of(op)) != RANKS - 1:
+        raise IRError(f"op {op.kind}: {len(peers_of(op)) + 1} ranks; kernels exchange between {RANKS}")
 
 
 def begin_spec(op: Op, caps: DeviceCaps) -> KernelSpec:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.ops.exchange_residual import PUSH_COLUMNS
 from compiler.program.model import KernelImage, Phase
 from runtime.cuda.chain import Chain, Links, bf16_bits, make_call
-from runtime.cuda.device import Device
+from runtime.cuda.device import Device, rank_caps
 from runtime.cuda.driver import DeviceError
 from runtime.cuda.graph import GraphPhase
 from runtime.cuda.modules import Modules, PackedArgs
@@ -58,13 +58,14 @@ def _case(transport: str, nbytes: int, exchanges: int, kind: str, devices: Seque
 def _open(devices: Sequence[int], transport: str) -> tuple[list[Device], DeviceCaps]:
     """The pair and what its kernels are chosen for: as much of a device as a rank has. Raises DeviceError."""
     pair = [Device(index) for index in devices]
-    caps = min((device.caps() for device in pair), key=lambda found: found.sms)
-    if devices[0] == devices[1]:
-        caps = replace(caps, sms=caps.sms // 2)
-    if transport == PEER and (reason := peer_access(pair)):
+    try:
+        caps = rank_caps(pair)
+        if transport == PEER and (reason := peer_access(pair)):
+            raise DeviceError(f"transport peer: {reason}")
+    except DeviceError:
         for device in pair:
             device.close()
-        raise DeviceError(f"transport peer: {reason}")
+        raise
     return pair, caps
 
 

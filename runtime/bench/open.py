@@ -9,7 +9,7 @@ from compiler.driver import CompileOptions
 from compiler.emit.arch import card_as
 from runtime.bench.device_fill import SynthWeights
 from runtime.cuda.backend import CudaBackend
-from runtime.cuda.device import Device
+from runtime.cuda.device import Device, rank_caps
 from runtime.open import ArtifactWeights, cached_program, is_program, open_program
 from runtime.vm.weights import WeightStore
 
@@ -18,9 +18,10 @@ SHORT_PROMPT = (1, 32)  # lanes x columns of the graph that takes a short prompt
 
 def open_for_bench(path: Path, devices: list[int], pairs: list[tuple[int, int]], context: int, weights: str, *,
                    score: bool, card: str | None = None, eager: bool = False, seed: int = 0,
-                   transport: str = "auto") -> CudaBackend:  # fmt: skip
+                   transport: str = "auto", exchange: str = "f32") -> CudaBackend:  # fmt: skip
     """A loaded backend with one rank per device. An artifact is compiled for ``pairs`` and at least ``context`` tokens;
-    ``weights`` is ``file`` or ``synth``. Raises UsageError, ProgramError, DeviceError."""
+    ``weights`` is ``file`` or ``synth``; ``exchange`` what two ranks send in decode. Raises UsageError, ProgramError,
+    DeviceError."""
     from runtime.cli.errors import UsageError
 
     if weights not in ("file", "synth"):
@@ -28,16 +29,22 @@ def open_for_bench(path: Path, devices: list[int], pairs: list[tuple[int, int]],
     if is_program(path):
         opened = open_program(path, None)
         artifact, built = opened.artifact, opened.program
+        if built.tp > 1 and built.options.get("exchange") != exchange:
+            raise UsageError(f"{path}: its ranks send {built.options.get('exchange')}; say so with --exchange or compile again")
         for lanes, width in pairs:
             if (lanes, width) != SHORT_PROMPT and f"decode{lanes}x{width}" not in built.phases:
                 raise UsageError(f"{path} has no decode graph {lanes}x{width}; compile it with --pairs")
     else:
         artifact = artifacts.open(path)
-        caps = Device(devices[0]).caps()
+        opened_devices = [Device(index) for index in devices]
+        caps = rank_caps(opened_devices)
+        for device in opened_devices:
+            device.close()
         if card:
             caps = card_as(card, caps)
         options = CompileOptions(max_context=-(-context // 64) * 64, max_concurrency=max(b for b, _ in pairs),
-                                 pairs=tuple(sorted({(1, 1), *pairs})), score=score, tp=len(devices))  # fmt: skip
+                                 pairs=tuple(sorted({(1, 1), *pairs})), score=score, tp=len(devices),
+                                 exchange=exchange)  # fmt: skip
         built, _ = cached_program(artifact, caps, options)
     source = SynthWeights(artifact, seed) if weights == "synth" else WeightStore(ArtifactWeights(artifact))
     return CudaBackend(built, source, devices, eager, transport=transport)

@@ -161,6 +161,10 @@ def batch(
     max_concurrency: opt.MaxConcurrency = None,
     as_finished: Annotated[bool, typer.Option("--as-finished", help="results as they end, not in the order given")] = False,
     device: opt.DeviceName = None,
+    devices: opt.Devices = None,
+    transport: opt.Transport = None,
+    exchange: opt.Exchange = None,
+    check_ranks: opt.CheckRanks = False,
     artifact: opt.ArtifactFile = None,
     arch: opt.Arch = None,
     card: opt.Card = None,
@@ -183,7 +187,8 @@ def batch(
     data = read_bytes(requests, MAX_INPUT_BYTES, "IN.jsonl")
     lines = read_lines(data, str(requests))
     source = Source(target, Choices(artifact, device, arch, card, max_context, max_concurrency, prefill_chunk, kv_capacity,
-                                    vram_headroom_mib, numerics, no_cuda_graph, yes), say)  # fmt: skip
+                                    vram_headroom_mib, numerics, no_cuda_graph, yes, devices=devices,
+                                    transport=transport, exchange=exchange, check_ranks=check_ranks), say)  # fmt: skip
     frontend = open_frontend(source.artifact, source.spec.vocab_rows, chat_template)
     entries: list[Entry] = []
     for number, value in lines:
@@ -201,6 +206,7 @@ def batch(
             backend.wait()
         finally:
             backend.close()
+        source.checked(backend)
 
 
 def _answer(session: Session, entries: list[Entry], lanes: int | None, as_finished: bool, file: AtomicFile,

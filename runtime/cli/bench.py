@@ -54,7 +54,6 @@ def bench_command(
     from runtime.bench.environment import describe, gpu_state
     from runtime.bench.measure import Bench
     from runtime.bench.open import open_for_bench
-    from runtime.cli.errors import UsageError
     from runtime.cli.options import WIRES
 
     if exchange not in WIRES:
@@ -62,6 +61,8 @@ def bench_command(
     contexts, lanes, widths = _numbers(prompts, "-p"), _numbers(batches, "-b"), _numbers(columns, "-t")
     began = time.perf_counter()
     ranks = _numbers(devices, "--devices", least=0)
+    if len(set(ranks)) < len(ranks):
+        print(f"--devices {devices}: a test mode, the ranks share one GPU", file=sys.stderr)
     pairs = [(1, 32), *((b, t) for b in lanes for t in widths)]
     need = max_context or max(contexts) + (steps + 4) * max(widths) + 64
 

@@ -15,7 +15,7 @@ from compiler.program.io import check_target
 from runtime.cli import options as opt
 from runtime.cli.io import Diagnostics
 from runtime.cli.load import compile_options, compile_progress, open_artifact
-from runtime.cli.target import compile_target, gpu_name
+from runtime.cli.target import compile_place, compile_target, gpu_name
 from runtime.open import compile_to
 
 
@@ -24,6 +24,9 @@ def compile_command(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="program folder to write")],
     arch: opt.Arch = "native",
     card: opt.Card = None,
+    tp: opt.Tp = None,
+    devices: opt.Devices = None,
+    exchange: opt.Exchange = None,
     max_context: opt.MaxContext = None,
     max_concurrency: opt.MaxConcurrency = None,
     prefill_chunk: opt.PrefillChunk = None,
@@ -32,17 +35,21 @@ def compile_command(
     jobs: opt.Jobs = None,
     profile: opt.ProfileFile = None,
 ) -> None:
-    """Compile an artifact for one GPU. No weights are read; the folder appears when it is complete.
+    """Compile an artifact for one GPU, or for two that share it. No weights are read; the folder appears when it is complete.
 
-    --arch native is the GPU of this machine. An existing program folder of that name is replaced.
+    --arch native is the GPU of this machine, or what --devices have in common. An existing program folder of that name is
+    replaced.
     """
     say, started = Diagnostics(), time.monotonic()
     with open_artifact(artifact, say) as opened:
         spec = model_of(opened)
+        place, ranks = compile_place(arch, tp, devices)
         options = compile_options(spec, max_context, max_concurrency, prefill_chunk, kv_capacity,
-                                  opt.read_pairs(pairs) if pairs else ())  # fmt: skip
+                                  opt.read_pairs(pairs) if pairs else (), ranks, exchange)  # fmt: skip
         limits_of(spec, options)
-        caps = compile_target(arch, card)
+        if place is not None and place.shared:
+            say.line(f"--devices {place}: a test mode, each rank is compiled for its share of one GPU")
+        caps = compile_target(arch, card, place)
         check_target(output)
         if profile is not None:
             profiles.use(profile, gpu_name() if arch == "native" else None)
@@ -50,6 +57,7 @@ def compile_command(
             program = compile_to(opened, output, caps, options, report, jobs)
     say.summary("program", output)
     say.summary("target", f"{caps.arch}, {caps.sms} multiprocessors")
+    say.summary("tensor parallel", program.tp)
     say.summary("graphs", " ".join(program.phases))
     say.summary("kernels", len(program.kernels))
     say.summary("device memory", amount(total_bytes(program)))

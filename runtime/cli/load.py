@@ -11,16 +11,17 @@ from pathlib import Path
 import artifacts
 from compiler.control import PAGE, ControlLimits
 from compiler.driver import CompileOptions, limits_of, model_of
-from compiler.explain.memory import USES, amount, device_memory, total_bytes, weight_values
+from compiler.explain.memory import amount, device_memory, total_bytes, weight_values
 from compiler.model import ModelSpec
 from compiler.program.model import Program
 from runtime.backend import Backend, VMBackend
 from runtime.cli.capacity import auto_capacity
 from runtime.cli.errors import UsageError
 from runtime.cli.io import Diagnostics
-from runtime.cli.options import AUTO
+from runtime.cli.options import AUTO, WIRES, read_devices
 from runtime.cli.predict import cpu_seconds, duration
 from runtime.cli.target import choose_place, compile_target, free_memory
+from runtime.lockstep import CheckedBackend
 from runtime.open import ArtifactWeights, cached_program, is_program, open_program
 from runtime.vm import Machine
 from runtime.vm.weights import WeightStore
@@ -48,17 +49,26 @@ class Choices:
     eager: bool = False
     yes: bool = False
     tokens: int = 0  # tokens that an artifact's context shall hold where --max-context is not given
+    devices: str | None = None  # one per rank
+    transport: str | None = None
+    exchange: str | None = None
+    check_ranks: bool = False
 
 
 def compile_options(spec: ModelSpec, max_context: int | None, max_concurrency: int | None, prefill_chunk: int | None,
-                    kv_capacity: int | None = None, pairs: tuple[tuple[int, int], ...] = ()) -> CompileOptions:  # fmt: skip
-    """Compile options with the defaults of the command line: a context of 2048 or the model's own limit."""
+                    kv_capacity: int | None = None, pairs: tuple[tuple[int, int], ...] = (), tp: int = 1,
+                    exchange: str | None = None) -> CompileOptions:  # fmt: skip
+    """Compile options with the defaults of the command line: a context of 2048 or the model's own limit. Raises UsageError."""
+    if exchange is not None and tp == 1:
+        raise UsageError(f"--exchange {exchange}: one rank exchanges nothing; add --tp 2 or --devices A,B")
     return CompileOptions(
         max_context=max_context or min(DEFAULT_CONTEXT, spec.max_position),
         max_concurrency=max_concurrency or 1,
         prefill_chunk=prefill_chunk or 1024,
         pairs=pairs,
         kv_capacity=kv_capacity,
+        tp=tp,
+        exchange=WIRES[exchange or "fp32"],
     )
 
 
@@ -88,6 +98,11 @@ def compile_progress(say: Diagnostics, arch: str) -> Iterator[Callable[[int, int
         yield report
 
 
+def wire_of(program: Program) -> str:
+    """What the ranks send each other in decode, as ``--exchange`` names it."""
+    return next(name for name, known in WIRES.items() if known == program.options.get("exchange"))
+
+
 class Source:
     """A program folder or an artifact, opened but not loaded. Raises at once what needs no compiling to be known."""
 
@@ -97,7 +112,7 @@ class Source:
         if choices.numerics not in (None, "exact", "engine"):
             raise UsageError(f"--numerics {str(choices.numerics)[:40]!r}: exact or engine is allowed")
         self.choices, self.say, self.path = choices, say, path
-        self.place = choose_place(choices.device)
+        self.place = choose_place(choices.device, read_devices(choices.devices) if choices.devices else None)
         if not self.place.cpu and choices.numerics:
             raise UsageError("--numerics is a choice of the CPU; add --device cpu")
         if self.place.cpu and choices.eager:
@@ -109,7 +124,9 @@ class Source:
             self.program, self.artifact = opened.program, opened.artifact
             self.spec, self.limits = self.program.spec, self.program.limits
             self._fixed()
+            self._ranks(self.program.tp)
         else:
+            self._ranks(len(self.place.devices) or 1)
             if choices.artifact is not None:
                 raise UsageError("--artifact belongs to a program folder; an artifact was named itself")
             self.artifact = open_artifact(path, say)
@@ -117,17 +134,20 @@ class Source:
             context = choices.max_context or min(max(DEFAULT_CONTEXT, choices.tokens), self.spec.max_position)
             self.caps = compile_target(choices.arch, choices.card, self.place)
             self.options = self._capacity(compile_options(self.spec, context, choices.max_concurrency, choices.prefill_chunk,
-                                                          choices.kv_capacity or None))  # fmt: skip
+                                                          choices.kv_capacity or None, (), len(self.place.devices) or 1,
+                                                          choices.exchange))  # fmt: skip
             self.limits = limits_of(self.spec, self.options)
 
     def _capacity(self, options: CompileOptions) -> CompileOptions:
         """The KV capacity checked against what the sequences can use, or chosen by the GPU's free memory."""
         most = options.max_concurrency * (-(-options.max_context // PAGE) * PAGE)
         if self.choices.kv_capacity == AUTO:
-            if self.place.index is None:
+            if self.place.cpu:
                 return options  # host memory: room for each
             headroom = DEFAULT_HEADROOM if self.choices.headroom is None else self.choices.headroom
-            found = auto_capacity(self.artifact, self.caps, options, [free_memory(self.place.index)], headroom << 20)
+            places = self.place.devices
+            free = [free_memory(index) // places.count(index) for index in places]
+            found = auto_capacity(self.artifact, self.caps, options, free, headroom << 20)
             return options if found == most else replace(options, kv_capacity=found)
         if options.kv_capacity is not None and options.kv_capacity > most:
             raise UsageError(f"--kv-capacity {options.kv_capacity}: {options.max_concurrency} sequence(s) of "
@@ -148,8 +168,23 @@ class Source:
         if (self.choices.max_concurrency or 1) > self.limits.lanes:
             raise UsageError(f"--max-concurrency {self.choices.max_concurrency}: the program has {self.limits.lanes} lane(s); "
                              "compile again with more")  # fmt: skip
+        exchange, tp = self.choices.exchange, self.program.tp
+        if exchange is not None and (tp == 1 or WIRES[exchange] != known.get("exchange")):
+            has = f"{tp} ranks that send {wire_of(self.program)}" if tp > 1 else "one rank"
+            raise UsageError(f"--exchange {exchange}: the program has {has}; compile again to change it")
         if self.choices.arch or self.choices.card:
             raise UsageError("--arch and --as belong to compiling; the program has its target already")
+
+    def _ranks(self, tp: int) -> None:
+        """That every rank has a device, and that options of two ranks are given to two. Raises UsageError."""
+        if not self.place.cpu and len(self.place.devices) != tp:
+            raise UsageError(f"--devices {self.place}: the program has {tp} rank(s); name a GPU for each, such as "
+                             f"{','.join(map(str, range(tp)))}")  # fmt: skip
+        for option, given in (("--transport", self.choices.transport), ("--check-ranks", self.choices.check_ranks)):
+            if given and tp == 1:
+                raise UsageError(f"{option} belongs to two ranks; add --devices A,B")
+        if self.choices.transport and self.place.cpu:
+            raise UsageError(f"--transport {self.choices.transport}: on the CPU nothing is transported")
 
     def require_patience(self, prompt: int, generated: int) -> None:
         """On the CPU: predict the time and refuse what takes long unless the user said ``--yes``. Raises UsageError."""
@@ -180,18 +215,25 @@ class Source:
         else:
             from runtime.cuda.backend import CudaBackend
 
-            assert self.place.index is not None
+            if self.place.shared:
+                self.say.line(f"--devices {self.place}: a test mode, both ranks on one GPU, each with half of it")
             with self.say.progress("uploading weights", encoded, "B") as bar:
-                backend = CudaBackend(program, store, [self.place.index], self.choices.eager,
-                                      lambda done, _: bar.advance(done - bar.done))  # fmt: skip
+                backend = CudaBackend(program, store, list(self.place.devices), self.choices.eager,
+                                      lambda done, _: bar.advance(done - bar.done),
+                                      self.choices.transport or "auto")  # fmt: skip
         self._rows(program, backend, encoded, time.monotonic() - started)
-        return backend
+        return CheckedBackend(backend) if self.choices.check_ranks else backend
+
+    def checked(self, backend: Backend) -> None:
+        """How many steps --check-ranks compared; each that differs ends the run."""
+        if isinstance(backend, CheckedBackend):
+            self.say.summary("ranks compared", f"{backend.rounds} steps, no difference")
 
     def _rows(self, program: Program, backend: Backend, encoded: int, seconds: float) -> None:
         row, identity = self.say.summary, program.artifact
         tensors = sum(1 for item in self.artifact.objects.values() if isinstance(item, artifacts.TensorObject))
         row("target", program.caps.arch + (f" on cpu, {self.choices.numerics or 'engine'} numerics" if self.place.cpu
-                                           else f" on cuda:{self.place.index}"))  # fmt: skip
+                                           else f" on cuda:{self.place}"))  # fmt: skip
         row("weights", f"{identity.model_id or '-'} / {identity.weights_id or '-'}, container version {identity.version}")
         row("artifact file", amount(identity.file_bytes))
         row("tensors / resources", f"{tensors} / {len(self.artifact.objects) - tensors}")
@@ -202,12 +244,14 @@ class Source:
             row("cpu weights", f"{amount(encoded)}, decoded at first use")
             return
         row("weight upload", f"{amount(encoded)} in {seconds:.2f} s with graphs, {encoded / 1e9 / max(seconds, 1e-9):.2f} GB/s")
-        for rank, uses in enumerate(device_memory(program)):
-            for use in USES:
-                row(f"gpu{rank} {use}", amount(uses[use]))
-            row(f"gpu{rank} reserved", amount(total_bytes(program, rank)))
-            from runtime.cuda.backend import CudaBackend
+        from runtime.cuda.backend import CudaBackend
 
+        if isinstance(backend, CudaBackend) and backend.exchange is not None:
+            row("transport", f"{backend.exchange.transport}, {wire_of(program)}")
+        for rank, uses in enumerate(device_memory(program)):
+            for use, nbytes in uses.items():
+                row(f"gpu{rank} {use}", amount(nbytes))
+            row(f"gpu{rank} reserved", amount(total_bytes(program, rank)))
             if isinstance(backend, CudaBackend):
                 info = backend.devices[rank].info()
                 row(f"gpu{rank} free / total", f"{amount(info.free)} / {amount(info.total)}")

@@ -30,6 +30,10 @@ def logits(
     ids: Annotated[Path, typer.Option("--ids", metavar="FILE.json", help="token ids, a JSON array")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.npy", help="float32 array [tokens, vocabulary]")],
     device: opt.DeviceName = None,
+    devices: opt.Devices = None,
+    transport: opt.Transport = None,
+    exchange: opt.Exchange = None,
+    check_ranks: opt.CheckRanks = False,
     artifact: opt.ArtifactFile = None,
     arch: opt.Arch = None,
     card: opt.Card = None,
@@ -46,7 +50,8 @@ def logits(
     say = Diagnostics()
     tokens = read_ids(ids)
     source = Source(target, Choices(artifact, device, arch, card, max_context, None, prefill_chunk, None, None, numerics,
-                                    no_cuda_graph, yes, len(tokens)), say)  # fmt: skip
+                                    no_cuda_graph, yes, len(tokens), devices=devices,
+                                    transport=transport, exchange=exchange, check_ranks=check_ranks), say)  # fmt: skip
     try:
         check_ids(tokens, source.limits)
     except RequestError as error:
@@ -68,5 +73,6 @@ def logits(
             backend.wait()
         finally:
             backend.close()
+        source.checked(backend)
     say.summary("tokens", rows)
     say.summary("logits", f"{rows} x {width} float32")

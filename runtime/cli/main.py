@@ -35,6 +35,7 @@ COMMANDS: dict[str, Lazy] = {
     "explain": Lazy("runtime.cli.explain", "explain", "Show what a program does, call by call, and why."),
     "logits": Lazy("runtime.cli.logits", "logits", "Write teacher-forced logits of token ids."),
     "bench": Lazy("runtime.cli.bench", "bench_command", "Measure prefill and decode speed on the GPU."),
+    "bench exchange": Lazy("runtime.cli.bench_exchange", "bench_exchange", "Measure exchanges between two GPUs."),
     "profile": Lazy("runtime.cli.profile", "profile_command", "Show where the time of one step goes on the GPU."),
     "tune": Lazy("runtime.cli.tune", "tune_command", "Measure tiles of products on the GPU and write a device profile."),
     "doctor": Lazy("runtime.cli.doctor", "doctor", "Check driver, GPUs, compiler and cache, each with its fix."),
@@ -70,8 +71,10 @@ class LazyGroup(TyperGroup):
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name].help) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in COMMANDS:
-            return args[0], load(args[0]), args[1:]
+        for words in (2, 1):  # "bench exchange" before "bench"
+            name = " ".join(args[:words])
+            if len(args) >= words and name in COMMANDS:
+                return name, load(name), args[words:]
         return super().resolve_command(ctx, args)
 
 

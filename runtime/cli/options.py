@@ -61,6 +61,34 @@ def read_pairs(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(out)
 
 
+def read_devices(text: str) -> tuple[int, ...]:
+    """CUDA indices of ``0`` or ``0,1``, one per rank. Raises UsageError."""
+    parts = text.split(",")
+    if len(parts) > 8 or any(not (part.isascii() and part.isdigit()) or len(part) > 3 for part in parts):
+        raise UsageError(f"--devices {text[:60]!r}: CUDA indices such as 0,1 are needed, one per rank")
+    return tuple(int(part) for part in parts)
+
+
+def devices(text: str) -> str:
+    """Check ``0,1``; the value stays a string, ``read_devices`` gives the numbers. Raises UsageError."""
+    read_devices(text)
+    return text
+
+
+def one_of(option: str, *allowed: str) -> Callable[[str], str]:
+    """Parser of one of some words. It raises UsageError."""
+
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise UsageError(f"{option} {text[:40]!r}: {', '.join(allowed)} are allowed")
+        return text
+
+    return parse
+
+
+WIRES = {"fp32": "f32", "bf16": "bf16"}
+"""``--exchange``: what ranks send each other in decode steps, by its name in the compiler."""
+
 CONTEXT_HELP = "tokens of a sequence, prompt and answer together; default 2048 or the model's own limit"
 
 Arch = Annotated[str | None, typer.Option("--arch", metavar="native|sm_75…sm_121a", help="GPU architecture")]
@@ -91,6 +119,16 @@ ProfileFile = Annotated[Path | None, typer.Option("--profile", metavar="FILE",
                                                   help="device profile of ninferc tune")]  # fmt: skip
 DeviceName = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda[:N]",
                                                 help="where to run; default: the first GPU, else cpu")]  # fmt: skip
+Devices = Annotated[str | None, typer.Option("--devices", metavar="A,B", parser=devices,
+                                             help="a GPU for each rank, rank 0 first; A,A is a test mode")]  # fmt: skip
+Tp = Annotated[int | None, typer.Option("--tp", metavar="N", parser=integer("--tp", 1, 8),
+                                        help="ranks, one GPU each; 1 or 2; default: one per device")]  # fmt: skip
+Exchange = Annotated[str | None, typer.Option("--exchange", metavar="fp32|bf16", parser=one_of("--exchange", *WIRES),
+                                              help="what two ranks send in decode; fp32 (default): same bits as one")]
+Transport = Annotated[str | None, typer.Option("--transport", metavar="auto|peer|host|staged",
+                                               parser=one_of("--transport", "auto", "peer", "host", "staged"),
+                                               help="way between two GPUs; default: measured")]  # fmt: skip
+CheckRanks = Annotated[bool, typer.Option("--check-ranks", help="compare both ranks after every step (slow)")]
 ArtifactFile = Annotated[Path | None, typer.Option("--artifact", metavar="FILE",
                                                    help="the program's artifact, if it moved")]  # fmt: skip
 Numerics = Annotated[str | None, typer.Option("--numerics", metavar="exact|engine",

@@ -29,6 +29,10 @@ def run(
     messages: Annotated[Path | None, typer.Option("--messages", metavar="FILE", help="a conversation, JSON")] = None,
     ids: Annotated[Path | None, typer.Option("--ids", metavar="FILE", help="token ids, a JSON array")] = None,
     device: opt.DeviceName = None,
+    devices: opt.Devices = None,
+    transport: opt.Transport = None,
+    exchange: opt.Exchange = None,
+    check_ranks: opt.CheckRanks = False,
     artifact: opt.ArtifactFile = None,
     arch: opt.Arch = None,
     card: opt.Card = None,
@@ -71,7 +75,8 @@ def run(
     if thinking_budget is not None and (no_thinking or raw_output):
         raise UsageError(f"--thinking-budget and {'--no-thinking' if no_thinking else '--raw-output'} exclude each other")
     source = Source(target, Choices(artifact, device, arch, card, max_context, None, prefill_chunk, kv_capacity,
-                                    vram_headroom_mib, numerics, no_cuda_graph, yes), say)  # fmt: skip
+                                    vram_headroom_mib, numerics, no_cuda_graph, yes, devices=devices,
+                                    transport=transport, exchange=exchange, check_ranks=check_ranks), say)  # fmt: skip
     frontend = open_frontend(source.artifact, source.spec.vocab_rows, chat_template)
     given = make_prompt(frontend, prompt, messages, ids, PromptOptions(False if no_thinking else None, reasoning_effort))
     wanted = SamplingOptions(temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty, seed, greedy, ignore_eos,
@@ -116,6 +121,7 @@ def run(
         backend.wait()
     finally:
         backend.close()
+    source.checked(backend)
     if print_token_ids:
         say.line("prompt ids " + " ".join(map(str, given.ids)))
         say.line("answer ids " + " ".join(map(str, outcome.ids)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from compiler.emit.arch import CARDS, ArchError, caps, card_as
 from compiler.kernels.spec import DeviceCaps
 from runtime.cli.errors import UsageError
+from runtime.cli.options import read_devices
 from runtime.cuda.driver import DeviceError, NoDevice, api, call
 
 CPU_ARCH = "sm_90a"
@@ -17,38 +18,54 @@ _DEVICE = re.compile(r"cpu|cuda(?::([0-9]{1,3}))?")
 
 @dataclass(frozen=True)
 class Place:
-    """``index`` of a CUDA device; None is the CPU. ``reason`` says why the CPU was chosen for the user."""
+    """``devices``: CUDA indices, one per rank; none is the CPU. ``reason`` says why the CPU was chosen for the user."""
 
-    index: int | None
+    devices: tuple[int, ...] = ()
     reason: str = ""
 
     @property
     def cpu(self) -> bool:
-        return self.index is None
+        return not self.devices
+
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks are on one device, a test mode."""
+        return len(set(self.devices)) < len(self.devices)
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.devices))
 
 
-def choose_place(text: str | None) -> Place:
-    """``cpu``, ``cuda``, ``cuda:N``, or by default the first GPU and else the CPU.
+def choose_place(text: str | None, devices: tuple[int, ...] | None = None) -> Place:
+    """``cpu``, ``cuda``, ``cuda:N``, or ``devices``, one per rank; by default the first GPU and else the CPU.
 
     Raises UsageError for another text. A driver that is there but does not work is an error (DeviceError), not a
     reason to be slow in silence.
     """
+    if devices is not None:
+        listed = ",".join(map(str, devices))
+        if text is not None and text not in (f"cuda:{devices[0]}", *(("cuda",) if devices[0] == 0 else ())):
+            raise UsageError(f"--device {text[:40]} and --devices {listed}: rank 0 is on the first of --devices")
+        count = count_devices()
+        if max(devices) >= count:
+            raise DeviceError(f"--devices {listed}: {count} GPU(s) are visible, 0 is the first")
+        return Place(devices)
     if text is None:
         try:
             if count_devices():
-                return Place(0)
+                return Place((0,))
         except NoDevice:
             pass
-        return Place(None, "no NVIDIA GPU is visible")
+        return Place((), "no NVIDIA GPU is visible")
     match = _DEVICE.fullmatch(text)
     if not match:
         raise UsageError(f"--device {text[:40]!r}: cpu, cuda or cuda:N is allowed")
     if text == "cpu":
-        return Place(None)
+        return Place()
     index, count = int(match[1] or 0), count_devices()
     if index >= count:
         raise DeviceError(f"--device {text}: {count} GPU(s) are visible, cuda:0 is the first")
-    return Place(index)
+    return Place((index,))
 
 
 def count_devices() -> int:
@@ -56,15 +73,16 @@ def count_devices() -> int:
     return int(call(api().cuDeviceGetCount(), "cuDeviceGetCount"))
 
 
-def device_caps(index: int) -> DeviceCaps:
-    """Capabilities of a GPU of this machine. Raises DeviceError."""
-    from runtime.cuda.device import Device
+def device_caps(devices: tuple[int, ...]) -> DeviceCaps:
+    """What ranks on these GPUs of this machine are compiled for. Raises DeviceError."""
+    from runtime.cuda.device import Device, rank_caps
 
-    device = Device(index)
+    opened = [Device(index) for index in devices]
     try:
-        return device.caps()
+        return rank_caps(opened)
     finally:
-        device.close()
+        for device in opened:
+            device.close()
 
 
 def gpu_name(index: int = 0) -> str:
@@ -89,6 +107,19 @@ def free_memory(index: int) -> int:
         device.close()
 
 
+def compile_place(arch: str | None, tp: int | None, devices: str | None) -> tuple[Place | None, int]:
+    """GPUs to compile for, None for the first, and the number of ranks: ``tp``, or one per device. Raises UsageError,
+    DeviceError."""
+    if devices is None:
+        return None, tp or 1
+    if arch not in (None, "native"):
+        raise UsageError(f"--devices {devices} and --arch {arch}: the target is the GPUs, or the architecture")
+    place = choose_place(None, read_devices(devices))
+    if tp not in (None, len(place.devices)):
+        raise UsageError(f"--tp {tp} and --devices {devices}: {len(place.devices)} device(s) are named, one per rank is needed")
+    return place, len(place.devices)
+
+
 def compile_target(arch: str | None, card: str | None, place: Place | None = None) -> DeviceCaps:
     """Capabilities to compile for.
 
@@ -103,7 +134,7 @@ def compile_target(arch: str | None, card: str | None, place: Place | None = Non
         physical = caps(CARDS[card][0] if card else CPU_ARCH)
     else:
         try:
-            physical = device_caps(0 if place is None or place.index is None else place.index)
+            physical = device_caps((0,) if place is None or place.cpu else place.devices)
         except NoDevice as error:
             raise DeviceError("--arch native needs an NVIDIA GPU and none is visible; name the target, "
                               f"for example --arch {CPU_ARCH}") from error  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,20 @@ class Device:
         self._allocations.clear()
         driver.cuStreamDestroy(self.stream)
         driver.cuDevicePrimaryCtxRelease(self.handle)
+
+
+def rank_caps(devices: Sequence[Device]) -> DeviceCaps:
+    """Capabilities to compile ranks on ``devices`` for: those of all of them, with the multiprocessors that every rank has. Of
+    a device with several ranks (a test mode) each has an equal share. Raises DeviceError."""
+    found = [(device, device.caps()) for device in devices]
+    first = found[0][1]
+    for device, other in found:
+        if other.arch != first.arch:
+            raise DeviceError(f"device {devices[0].index} is {first.arch}, device {device.index} is {other.arch}; the ranks of "
+                              "a program need one architecture")  # fmt: skip
+    indices = [device.index for device in devices]
+    share = min(other.sms // indices.count(device.index) for device, other in found)
+    return replace(first, sms=share, l2_bytes=min(other.l2_bytes for _, other in found))
 
 
 class PinnedBuffer:

@@ -64,7 +64,7 @@ class FakeDriver:
         for name, answer in answers.items():
             patch.setattr(driver, name, self._call(name, answer))
         api.cache_clear()
-        for module in ("device", "backend", "upload"):
+        for module in ("device", "backend", "upload", "transport"):
             patch.setattr(f"runtime.cuda.{module}.PinnedBuffer", _Pinned)
         return self
 

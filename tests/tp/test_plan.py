@@ -13,7 +13,7 @@ from artifacts.identities.parameters import DIVISOR_SUFFIX, bindings_of
 from artifacts.identities.registry import REGISTRY
 from artifacts.layouts import get_layout
 from compiler.build import TextBuilder
-from compiler.driver import CompileOptions, limits_of, model_of, phase_requests
+from compiler.driver import CompileOptionError, CompileOptions, limits_of, model_of, phase_requests
 from compiler.ir.graph import check
 from compiler.ir.types import Kind
 from compiler.model import bind
@@ -169,8 +169,17 @@ def test_refusals_name_the_rule() -> None:
                    "blockscale-k16-m128x4-v1", narrow, 2, 0)  # fmt: skip
     with pytest.raises(ShardError, match="128 columns"):
         object_cut([("text/layers/0/mlp/down", 0, 128)], (128, 64), "Q4G64_F16S", "row-split-k128-v1", narrow, 2, 0)
-    with pytest.raises(ShardError, match="GDN key heads"):
-        models.program("dense-prod-heads", tp=2, prefill_chunk=128)
+    for name, tp, rule in (("dense-prod-heads", 2, "GDN key heads"), ("dense-small", 4, "KV heads"),
+                           ("dense-small", 3, "power")):  # fmt: skip
+        with pytest.raises(CompileOptionError, match=f"--tp {tp}: .*{rule}"):
+            models.program(name, tp=tp, prefill_chunk=128)
+
+
+def test_kernels_run_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A width that the plan allows and kernels do not is refused with that rule, not somewhere inside the compiler."""
+    monkeypatch.setattr("compiler.driver.check_width", lambda dims, tp: None)
+    with pytest.raises(CompileOptionError, match="--tp 4: 1 or 2 is allowed; .* kernels exchange between 2"):
+        models.program("dense-small", tp=4, prefill_chunk=128)
 
 
 def test_concatenated_ranges() -> None:
