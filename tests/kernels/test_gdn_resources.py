@@ -107,7 +107,8 @@ def test_prefill_kernels_fit(arch: str) -> None:
     for spec in (intra_spec(intra, types, target), carry_spec(carry, types, target)):
         assert spec.smem <= target.smem_block
         used = compile_source(spec.entry, render(spec.template, spec.entry, spec.params), arch).resources
-        assert used.registers * spec.block <= 65536 and used.spill_loads <= 256, f"{spec.entry} {used}"
+        assert used.registers * spec.block <= 65536, f"{spec.entry} {used}"
+        assert used.spill_loads <= (0 if arch == "sm_90a" else 64), f"{spec.entry} {used}"
 
 
 def test_small_targets_and_odd_chunks_use_the_recurrence() -> None:

@@ -78,6 +78,14 @@ NINFERC_DEVICE u32 float_bits(f32 v) { return __float_as_uint(v); }
 NINFERC_DEVICE f32 bits_float(u32 v) { return __uint_as_float(v); }
 #endif
 
+// The same value, of which the compiler knows nothing: what is computed from it is not kept in registers across a loop.
+NINFERC_DEVICE u32 opaque(u32 value) {
+#if !defined(NINFERC_EMULATOR)
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
 // ---- bit utilities ---------------------------------------------------------------------------------------------
 
 // prmt.b32: byte i of the result is byte (selector nibble i) of the eight bytes {b, a}; nibble bit 3 replicates the sign.

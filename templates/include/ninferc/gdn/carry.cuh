@@ -52,16 +52,28 @@ struct TileSource {
   u32 head, key_head, first_row;
   i32 columns;
 
+  // Addresses are made anew for each chunk, from the thread's number: kept across chunks they would take registers that the
+  // state needs.  A thread's copies lie a constant number of bytes apart, so that one address each way serves all of them.
   NINFERC_DEVICE void rows(u16 (&tile)[chunk][S::dk + 8], u32 at, u32 which) const {
-    const u8* const source = p.rows + (i64(at) * S::key_heads + key_head) * rows_bytes(S::dk) + which * chunk * S::dk * 2;
-    for (u32 i = threadIdx.x; i < chunk * (S::dk / 8); i += S::threads) {
-      const u32 r = i / (S::dk / 8), part = i % (S::dk / 8);
-      cp_async_16(SharedAddress(&tile[r][part * 8]), source + i * 16);
+    constexpr u32 per_row = S::dk / 8, copies = chunk * per_row / S::threads;
+    const u32 thread = opaque(threadIdx.x);
+    const u8* const source = p.rows + (i64(at) * S::key_heads + key_head) * rows_bytes(S::dk) + which * chunk * S::dk * 2 +
+                             thread * 16;
+    const u32 target = shared_address(tile);
+#pragma unroll
+    for (u32 i = 0; i < copies; ++i) {
+      const u32 piece = thread + i * S::threads;
+      const u32 place = S::threads % per_row == 0
+                            ? (thread / per_row + i * (S::threads / per_row)) * u32(sizeof(tile[0])) + thread % per_row * 16
+                            : piece / per_row * u32(sizeof(tile[0])) + piece % per_row * 16;
+      cp_async_16(SharedAddress(target + place), source + i * S::threads * 16);
     }
   }
   NINFERC_DEVICE void record(CarryShared<S::dk, S::warps>& m, u32 at, u32 begin, u32 end) const {
     const u8* const source = p.matrices + (i64(at) * S::value_heads + head) * record_bytes;
-    for (u32 i = begin + threadIdx.x * 16; i < end; i += S::threads * 16) cp_async_16(SharedAddress(m.t + i), source + i);
+    const u32 target = shared_address(m.t);
+    for (u32 i = begin + opaque(threadIdx.x) * 16; i < end; i += S::threads * 16)
+      cp_async_16(SharedAddress(target + i), source + i);
   }
   // What steps 1, 2 and 3, and 4 and 5 read, one group of copies each.
   NINFERC_DEVICE void keys(CarryShared<S::dk, S::warps>& m, u32 at) const {
@@ -71,13 +83,16 @@ struct TileSource {
   NINFERC_DEVICE void values(CarryShared<S::dk, S::warps>& m, u32 at) const {
     if (at * chunk < u32(columns)) {
       record(m, at, 0, t_bytes + x_coefficients);
-      for (u32 i = threadIdx.x; i < chunk * 2 * S::warps; i += S::threads) {
-        const u32 r = i / (2 * S::warps), part = i % (2 * S::warps);
-        const i32 row = i32(at * chunk + r);
-        const i64 safe = row < columns ? row : columns - 1;
-        cp_async_16_zfill(SharedAddress(&m.v[r][part * 8]),
-                          p.y + safe * p.y_stride + 2 * S::key_heads * S::dk + head * S::dv + first_row + part * 8,
-                          row < columns);
+      constexpr u32 per_row = 2 * S::warps;  // 16 rows of values at a time
+      const u32 thread = opaque(threadIdx.x), part = thread % per_row * 8;
+      const i32 row = i32(at * chunk + thread / per_row);
+      const u32 target = shared_address(m.v) + thread / per_row * u32(sizeof(m.v[0])) + part * 2;
+      const bf16* const values = p.y + 2 * S::key_heads * S::dk + head * S::dv + first_row + part;
+#pragma unroll
+      for (u32 i = 0; i < chunk; i += 16) {
+        const i32 token = row + i32(i);
+        cp_async_16_zfill(SharedAddress(target + i * u32(sizeof(m.v[0]))),
+                          values + i64(token < columns ? token : columns - 1) * p.y_stride, token < columns);
       }
     }
     cp_async_commit();
@@ -161,7 +176,7 @@ NINFERC_DEVICE void load_state(CarriedState<S::dk / 8>& state, const CarryOperan
 template <class S>
 NINFERC_DEVICE void store_state(const CarriedState<S::dk / 8>& state, const CarryOperands& p, const Slot& slot, u32 head,
                                 u32 row) {
-  const u32 group = lane_id() / 4, column = lane_id() % 4 * 2;
+  const u32 lane = opaque(lane_id()), group = lane / 4, column = lane % 4 * 2;
   f32* const target = p.recurrent + ((i64(slot.slot) * S::value_heads + head) * S::dv + row + group) * S::dk + column;
   const f32 scale = power_inverse(state.unit);
 #pragma unroll
@@ -173,12 +188,13 @@ NINFERC_DEVICE void store_state(const CarriedState<S::dk / 8>& state, const Carr
 
 // Vᵀ of this warp's rows as pairs of tokens: [token tile][row half], largest magnitude over the warp.
 NINFERC_DEVICE f32 load_values(u32 (&v)[8][2], SharedAddress first, u32 pitch_bytes) {
-  const u32 lane = lane_id();
+  const u32 lane = opaque(lane_id());
+  const u32 address = first.value + (lane / 16 * 8 + lane % 8) * pitch_bytes + lane / 8 % 2 * 16;
   u32 most = 0;
 #pragma unroll
   for (u32 n = 0; n < 8; n += 2) {
     u32 r[4];  // token tile n rows 0-7, 8-15; token tile n + 1 likewise
-    ldmatrix_x4_trans(r, SharedAddress(first.value + (8 * (n + lane / 16) + lane % 8) * pitch_bytes + lane / 8 % 2 * 16));
+    ldmatrix_x4_trans(r, SharedAddress(address + n * 8 * pitch_bytes));
     v[n][0] = r[0], v[n][1] = r[1], v[n + 1][0] = r[2], v[n + 1][1] = r[3];
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {  // magnitudes of bf16 order like integers
@@ -211,16 +227,16 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
   CarriedState<S::dk / 8> state;
   load_state<S>(state, p, slot, head, key_head, row);
 
-  // ldmatrix addresses of this lane: rows of a B operand with the summed axis contiguous, and with it along the rows
-  const u32 plain = (lane / 16 * 8 + lane % 8) * (S::dk + 8) * 2 + lane / 8 % 2 * 16;
-  const u32 across = (lane % 16) * (S::dk + 8) * 2 + lane / 16 * 16;
-  const u32 query_rows = shared_address(m.q) + plain;
+  // ldmatrix offsets of a lane: rows of a B operand with the summed axis contiguous, and with it along the rows
+  constexpr u32 pitch = (S::dk + 8) * 2;
+  const auto plain = [](u32 l) { return (l / 16 * 8 + l % 8) * pitch + l / 8 % 2 * 16; };
+  const auto across = [](u32 l) { return l % 16 * pitch + l / 16 * 16; };
 
   for (u32 at = 0; at < chunks; ++at) {
     cp_async_wait<1>();  // all but the queries
     sync_block();
     source.keys(m, at + 1);
-    const u32 key_rows = shared_address(m.k[at % 2]);
+    const u32 key_rows = shared_address(m.k[at % 2]) + plain(opaque(lane));
 
     // scales, powers of two: the state to below 2^12; X to below 2^8, by the bound |X| <= |v| + √Dk |H|
     u32 v[8][2];
@@ -239,7 +255,7 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
 #pragma unroll
       for (u32 n = 0; n < 8; n += 2) {
         u32 b[4];
-        ldmatrix_x4(b, SharedAddress(key_rows + plain + n * 8 * (S::dk + 8) * 2 + s * 32));
+        ldmatrix_x4(b, SharedAddress(key_rows + n * 8 * pitch + s * 32));
         const u32 b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
         mma_m16n8k16_f16(x[n], h.low, b0);
         mma_m16n8k16_f16(x[n + 1], h.low, b1);
@@ -249,10 +265,11 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
     }
 
     // 2. Xᵀ, scaled
+    const u32 tokens = opaque(pair) * 2;
 #pragma unroll
     for (u32 n = 0; n < 8; ++n) {
-      const f32x2 value = ld_shared<f32x2>(&m.c.value[8 * n + 2 * pair]);
-      const f32x2 carried = ld_shared<f32x2>(&m.c.carry[8 * n + 2 * pair]);
+      const f32x2 value = ld_shared<f32x2>(&m.c.value[8 * n + tokens]);
+      const f32x2 carried = ld_shared<f32x2>(&m.c.carry[8 * n + tokens]);
       const f32 factor[2] = {value.x * x_scale, value.y * x_scale};
       const f32 minus[2] = {-carried.x * relative, -carried.y * relative};
 #pragma unroll
@@ -268,13 +285,14 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
     {
       const SplitOperand a[4] = {{x[0], x[1], 1.0f, split_lift}, {x[2], x[3], 1.0f, split_lift},
                                  {x[4], x[5], 1.0f, split_lift}, {x[6], x[7], 1.0f, split_lift}};
+      const u32 t_block = shared_address(m.t) + opaque(lane) * 16;
 #pragma unroll
       for (u32 down = 0; down < 4; ++down) {
         const u32 bi = 3 - down;
         f32 large[2][4] = {}, small[2][4] = {};
 #pragma unroll
         for (u32 bj = 0; bj <= bi; ++bj) {
-          const u32 block = shared_address(m.t) + block_index(bi, bj) * 2 * block_bytes + lane * 16;
+          const u32 block = t_block + block_index(bi, bj) * 2 * block_bytes;
           const u32x4 high = ld_shared<u32x4>(SharedAddress(block));
           const u32x4 low = ld_shared<u32x4>(SharedAddress(block + block_bytes));
           const u32 high0[2] = {high.x, high.y}, high1[2] = {high.z, high.w};
@@ -301,6 +319,8 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
     source.values(m, at + 1);
 
     // 4. Oᵀ = (Q H₀ᵀ)ᵀ + Ṽᵀ Pᵀ
+    const u32 query_rows = shared_address(m.q) + plain(opaque(lane));
+    const u32 p_block = shared_address(m.p) + opaque(lane) * 16;
     f32 o[8][4] = {};
 #pragma unroll
     for (u32 s = 0; s < S::steps; ++s) {
@@ -311,7 +331,7 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
 #pragma unroll
       for (u32 n = 0; n < 8; n += 2) {
         u32 b[4];
-        ldmatrix_x4(b, SharedAddress(query_rows + n * 8 * (S::dk + 8) * 2 + s * 32));
+        ldmatrix_x4(b, SharedAddress(query_rows + n * 8 * pitch + s * 32));
         const u32 b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
         mma_m16n8k16_f16(o[n], a, b0);
         mma_m16n8k16_f16(o[n + 1], a, b1);
@@ -319,7 +339,7 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
     }
 #pragma unroll
     for (u32 n = 0; n < 8; ++n) {
-      const f32x2 query = ld_shared<f32x2>(&m.c.query[8 * n + 2 * pair]);
+      const f32x2 query = ld_shared<f32x2>(&m.c.query[8 * n + tokens]);
 #pragma unroll
       for (u32 e = 0; e < 4; ++e) o[n][e] *= (e % 2 ? query.y : query.x) * relative * matrix_scale;
     }
@@ -329,7 +349,7 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
                         pack_f16x2(x[2 * bj + 1][0], x[2 * bj + 1][1]), pack_f16x2(x[2 * bj + 1][2], x[2 * bj + 1][3])};
 #pragma unroll
       for (u32 bi = bj; bi < 4; ++bi) {
-        const u32x4 b = ld_shared<u32x4>(SharedAddress(shared_address(m.p) + block_index(bi, bj) * block_bytes + lane * 16));
+        const u32x4 b = ld_shared<u32x4>(SharedAddress(p_block + block_index(bi, bj) * block_bytes));
         const u32 b0[2] = {b.x, b.y}, b1[2] = {b.z, b.w};
         mma_m16n8k16_f16(o[2 * bi], a, b0);
         mma_m16n8k16_f16(o[2 * bi + 1], a, b1);
@@ -337,28 +357,37 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
     }
 #pragma unroll
     for (u32 n = 0; n < 8; ++n) {
-      const f32x2 write = ld_shared<f32x2>(&m.c.write[8 * n + 2 * pair]);
+      const f32x2 write = ld_shared<f32x2>(&m.c.write[8 * n + tokens]);
 #pragma unroll
       for (u32 e = 0; e < 4; ++e) x[n][e] *= e % 2 ? write.y : write.x;
     }
     const f32 decay = m.c.decay;
     const f32 o_scale = power_inverse(x_scale) * (1.0f / matrix_scale);
+    {
+      const u32 l = opaque(lane);
+      u16* const place = &m.o[warp][l % 4 * 2][l / 4];
 #pragma unroll
-    for (u32 n = 0; n < 8; ++n)
+      for (u32 n = 0; n < 8; ++n)
 #pragma unroll
-      for (u32 e = 0; e < 4; ++e)
-        m.o[warp][8 * n + 2 * pair + e % 2][group + e / 2 * 8] = f32_to_bf16(o[n][e] * o_scale).bits;
+        for (u32 e = 0; e < 4; ++e)
+          place[(8 * n + e % 2) * Shared::o_pitch + e / 2 * 8] = f32_to_bf16(o[n][e] * o_scale).bits;
+    }
     sync_block();
     source.queries(m, at + 1);
+    {
+      const u32 l = opaque(lane), part = l % 2 * 8;
+      const u16* const place = &m.o[warp][l / 2][part];
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-      const u32 token = i * 16 + lane / 2, part = lane % 2 * 8;
-      const u32 column = at * chunk + token;
-      if (column < u32(slot.columns))
-        st_global(p.o + i64(column) * p.o_stride + head * S::dv + row + part, ld_shared<u32x4>(&m.o[warp][token][part]));
+      for (u32 i = 0; i < 4; ++i) {
+        const u32 column = at * chunk + i * 16 + l / 2;
+        if (column < u32(slot.columns))
+          st_global(p.o + i64(column) * p.o_stride + head * S::dv + row + part,
+                    ld_shared<u32x4>(place + i * 16 * Shared::o_pitch));
+      }
     }
 
     // 5. H₁ = e^{γ_C} H₀ + (weighted Ṽ)ᵀ K
+    const u32 key_columns = shared_address(m.k[at % 2]) + across(opaque(lane));
     const f32 unit = x_scale * f32(1 << key_exponent);
     const f32 keep = decay * fminf(unit * unit_inverse, 0x1p120f);
     const SplitOperand a[4] = {{x[0], x[1], 1.0f, split_lift}, {x[2], x[3], 1.0f, split_lift},
@@ -369,7 +398,7 @@ NINFERC_DEVICE void carry(const CarryOperands& p) {
 #pragma unroll
       for (u32 j = 0; j < 4; ++j) {
         u32 b[4];
-        ldmatrix_x4_trans(b, SharedAddress(key_rows + across + j * 16 * (S::dk + 8) * 2 + s * 32));
+        ldmatrix_x4_trans(b, SharedAddress(key_columns + j * 16 * pitch + s * 32));
         const u32 b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
         mma_m16n8k16_f16(small[0], a[j].rest, b0);
         mma_m16n8k16_f16(small[1], a[j].rest, b1);
