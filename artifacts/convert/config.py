@@ -45,9 +45,10 @@ def text_dimensions(config: Mapping[str, Any]) -> TextDims:
     normal = dict(text)
     if text is not config and "model_type" not in normal and config.get("model_type") == "qwen3_5":
         normal["model_type"] = "qwen3_5_text"
-    if normal.get("model_type") not in ARCHITECTURES:
+    kind = normal.get("model_type")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         allowed = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"config.json: model_type {quoted(normal.get('model_type'))} is not supported; {allowed} are")
+        raise ConfigError(f"config.json: model_type {quoted(kind)} is not supported; {allowed} are")
     normal.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", False))
     normal["rope_parameters"] = _rope(normal)
     if "layer_types" not in normal:

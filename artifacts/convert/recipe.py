@@ -116,7 +116,7 @@ def parse_recipe(text: str, name: str) -> Recipe:
     scale = record.get("scale", base.scale if base else "absmax")
     if not isinstance(weights_id, str) or not weights_id:
         raise ConfigError(f"{what}: weights_id must be a nonempty string")
-    if schema not in SCHEMAS:
+    if not isinstance(schema, str) or schema not in SCHEMAS:
         raise ConfigError(f"{what}: schema must be one of {', '.join(SCHEMAS)}, not {quoted(schema)}")
     if scale not in SCALE_METHODS:
         raise ConfigError(f"{what}: scale must be one of {', '.join(SCALE_METHODS)}, not {quoted(scale)}")

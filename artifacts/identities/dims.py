@@ -19,6 +19,7 @@ MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 20
 MAX_VOCABULARY = 1 << 24
 MAX_EXPERTS = 4096
+SMALLEST_REAL, LARGEST_REAL = 2.0**-149, 2.0**128 - 2.0**104  # numbers are stored as binary32
 
 
 def binary32(value: float) -> float:
@@ -41,8 +42,8 @@ def _integer(config: Mapping[str, Any], name: str, scope: str, maximum: int = MA
 
 def _real(config: Mapping[str, Any], name: str, scope: str) -> float:
     value = _member(config, name, scope)
-    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{scope} configuration: {name} must be a positive number, not {quoted(value)}")
+    if type(value) not in (int, float) or not SMALLEST_REAL <= value <= LARGEST_REAL:
+        raise ConfigError(f"{scope} configuration: {name} must be a positive binary32 number, not {quoted(value)}")
     return float(value)
 
 

@@ -181,6 +181,7 @@ def test_bad_options(tmp_path: Path, options: Options, error: type[ArtifactError
     ("text", "match"),
     [
         ("weights_id = 'x'", "schema must be"),
+        ("weights_id = 'x'\nschema = []", "schema must be"),
         ("schema = 'bf16'", "weights_id must be"),
         ("extends = 'none'", "extends must be"),
         ("extends = 'bf16'\nspeed = 1", "unknown member"),
@@ -220,6 +221,10 @@ def test_older_spellings() -> None:
     ("change", "match"),
     [
         ({"model_type": "llama"}, "model_type"),
+        ({"model_type": {}}, "model_type"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps"),
+        ({"rms_norm_eps": 1e-60}, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
         ({"model_type": "qwen3_5_moe_text"}, "num_experts"),
         ({"attention_bias": True}, "attention_bias"),
         ({"attn_output_gate": False}, "attn_output_gate"),

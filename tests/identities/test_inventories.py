@@ -209,8 +209,8 @@ def test_configurations_round_trip() -> None:
         ("rope_parameters", {"rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 1]}, "add up to half"),
         ("rope_parameters", {"rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [0, 0, 4]}, "interleave"),
         ("rope_parameters", {"rope_theta": -1, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}, "rope_theta"),
-        ("rms_norm_eps", "small", "rms_norm_eps must be a positive number"),
-        ("rms_norm_eps", float("inf"), "rms_norm_eps must be a positive number"),
+        ("rms_norm_eps", "small", "rms_norm_eps must be a positive binary32 number"),
+        ("rms_norm_eps", float("inf"), "rms_norm_eps must be a positive binary32 number"),
     ],
 )
 def test_bad_configurations(member: str, value: object, match: str) -> None:
