@@ -437,6 +437,15 @@ def resource_cases(size: int = 8 << 20) -> Iterator[Case]:
     yield Case("big-shapes", _directory_of_size(2, v2, shape, b"]}", size), DirectoryError)
     yield Case("big-one-record", frame(2, v2 + b'{"a":[' + b"[]," * (size // 3 - 100) + b"1]}]}"), DirectoryError)
     yield Case("big-bindings", v3(b"bindings", b"{", b'"%d":{"object":"a"}', b"}"), DirectoryError)
+    spelled = b'"%d":{"parts":[{"object":"a","range":[0,1]}]}'
+    yield Case("big-spelled-bindings", v3(b"bindings", b"{", spelled, b"}"), DirectoryError, "more than 131072 records")
+    yield Case("big-spelled-names", v3(b"bindings", b"{", spelled.replace(b"%d", b"%d" + b"n" * 90), b"}"), DirectoryError)
+    trap = spelled.replace(b"[0,1]}]}", b"[0,1]}]" + b" }")
+    yield Case("big-nearly-spelled-bindings", v3(b"bindings", b"{", trap, b"}"), DirectoryError)
+    use = b'{"parameter":"%d","input":"i","activation_policy":"A16Only"}'
+    yield Case("big-spelled-uses", v3(b"uses", b"[", use, b"]"), DirectoryError)
+    yield Case("big-nearly-spelled-uses", v3(b"uses", b"[", use.replace(b"Only", b"only"), b"]"), DirectoryError, "policy")
+    yield Case("big-quoted-uses", v3(b"uses", b"[", b'{"parameter":"' + b'","input":"' * 180 + b'%d"}', b"]"), DirectoryError)
     yield Case("big-spaced-bindings", v3(b"bindings", b"{", b'"%d" :{"object":"a"} ', b"}"), DirectoryError)
     yield Case("big-parts", v3(b"bindings", b'{"p":{"parts":[', b'{"object":"a","range":[0,1]}', b"]}}"), DirectoryError)
     yield Case("big-same-binding", v3(b"bindings", b"{", b'"p":{"object":"a"}', b"}"), DirectoryError, "repeats member")
