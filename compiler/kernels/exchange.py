@@ -44,7 +44,7 @@ def _two_ranks(op: Op) -> None:
 def begin_spec(op: Op, caps: DeviceCaps) -> KernelSpec:
     """One thread advances the sequence numbers."""
     return KernelSpec(f"exchange_begin_{_arch(caps)}", "exchange_begin.cu.j2", {}, (1, 1, 1), 32, 0, ("sequence", "count"),
-                      {"count": op.int_attr("count")}, reason="sequence numbers of the replay")  # fmt: skip
+                      {"count": op.int_attr("count")}, waits_first=True, reason="sequence numbers of the replay")  # fmt: skip
 
 
 def payload(op: Op, types: Mapping[str, TensorType]) -> int:
@@ -127,7 +127,7 @@ def residual_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps, nor
                 "pushed": pushed, "host_slices": host, "peer_slices": peer, "sparing": sparing,
                 "min_blocks": min_blocks},
         grid=(parts, rows, 2 if senders else 1), block=THREADS, smem=0, args=(*arguments, "rows", "columns", *PROTOCOL),
-        scalars=scalars,
+        scalars=scalars, waits_first=True,
         reason=f"{wire} partial sums, {how}; {parts * rows} blocks wait{', norm behind it' if norm else ''}",
     )  # fmt: skip
 
@@ -176,5 +176,6 @@ def merge_spec(op: Op, types: Mapping[str, TensorType], lanes: int, width: int, 
         f"sample_merge_t{label}_{_arch(caps)}", "sample_merge.cu.j2", {"width": per_lane, "last_rows": last},
         (1, min(rows, caps.sms), 1), MERGE_THREADS, 0,
         ("candidates", "lane_sampling", "run_len", "run_ncols", "lane_prompt_len", "pf_control", "token", "rows", *PROTOCOL),
-        scalars={"ordinal": op.int_attr("ordinal"), "rows": rows}, reason="top 20 of both ranks, the same draw on each",
+        scalars={"ordinal": op.int_attr("ordinal"), "rows": rows}, waits_first=True,
+        reason="top 20 of both ranks, the same draw on each",
     )  # fmt: skip
