@@ -69,7 +69,6 @@ class CompileOptions:
     tp: int = 1  # ranks
     exchange: str = "f32"  # what decode exchanges carry; bf16 halves the bytes and gives up bit-equality with one rank
     exchange_prefill: str = "bf16"
-    chains: bool = True  # runs of decode products in one persistent kernel each (passes/chain.py); off: one kernel per product
     fused: bool = True  # products of few columns send their FP32 partial sums as they finish them
 
     def decode_pairs(self) -> list[tuple[int, int]]:
@@ -255,7 +254,7 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
     counters: dict[str, Placement] = {}
     exchanges: list[tuple[Op, Mapping[str, TensorType], KernelSpec]] = []
     for graph in graphs:
-        groups = select(graph, caps, options.chains)
+        groups = select(graph, caps)
         exchanges += [(op, graph.types(op), group.spec) for group in groups for op in group.ops if op.kind in exchange.KINDS]
         place_counters(groups, counters, regions)
         for group in groups:

@@ -108,8 +108,6 @@ class EmulatorBackend:
                 self.memory[place.rank][WORK][place.offset : place.end] = 0xFF
             try:
                 options: dict[str, Any] = {"cluster": call.cluster[0]} if call.cluster[0] > 1 else {}
-                if self.program.kernels[call.entry].spec.cooperative:
-                    options["concurrency"] = "grid"
                 launch(self._kernel(call.entry), call.grid, call.block, arguments, call.smem, self.seed, limit_seconds=300,
                        **options)  # fmt: skip
             except Exception as error:

@@ -122,8 +122,7 @@ class EmulatorLauncher:
             record(Path(RECORD), spec, source)
         kernel = compile_kernel(source, name=spec.entry, arch=10 * capability(self.caps()))
         for _ in range(repeats):
-            launch(kernel, spec.grid, spec.block, args, spec.smem, self.seed,
-                   concurrency="grid" if spec.cooperative else 1, cluster=spec.cluster[0])  # fmt: skip
+            launch(kernel, spec.grid, spec.block, args, spec.smem, self.seed, cluster=spec.cluster[0])
 
 
 RECORD = os.environ.get("NINFERC_TEST_RECORD", "")  # a folder for every kernel that the emulator launches

@@ -48,14 +48,12 @@ def render(template: str, entry: str, params: Mapping[str, int | str | bool]) ->
     """CUDA C++ source of one kernel.
 
     ``template`` is a file name in ``templates/``; ``entry`` the extern "C" name, available as ``entry``. Booleans are
-    rendered as ``true``/``false`` (test them in Jinja as ``{% if flag == "true" %}``); ``params`` holds
-    all of them by name. Raises RenderError.
+    rendered as ``true``/``false`` (test them in Jinja as ``{% if flag == "true" %}``). Raises RenderError.
     """
     values = {name: _literal(name, value) for name, value in params.items()}
     values["entry"] = _literal("entry", entry)
-    numbered = dict(values)  # for parameters whose names are put together in a loop: params["n" ~ i]
     try:
-        return _environment().get_template(template).render(values, params=numbered)
+        return _environment().get_template(template).render(values)
     except jinja2.TemplateError as error:
         line = getattr(error, "lineno", None)
         raise RenderError(f"template {template}{f' line {line}' if line else ''}: {error}") from error

@@ -94,8 +94,7 @@ class Product:
 @dataclass(frozen=True)
 class Tile:
     """How it is computed: see geometry.cuh. ``blocks_per_sm``: resident blocks that the grid is sized for (0: one block
-    per tile). ``split``: a block computes one segment. ``release``: when dependents may start: early, late or end.
-    ``ahead``: MiB of weights asked into the L2 cache before waiting for the kernels before this one."""
+    per tile). ``split``: a block computes one segment. ``release``: when dependents may start: early, late or end."""
 
     mtiles: int
     warps_r: int
@@ -105,7 +104,6 @@ class Tile:
     blocks_per_sm: int
     split: bool = False
     release: str = "late"
-    ahead: int = 0
 
 
 def slices_of(k_segment: int) -> int:
@@ -193,8 +191,6 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
     if all_slices % tile.warps_k or warps > 32 or tile.warps_r + tile.warps_k > 15 or subtiles < 1:
         return False
     if tile.stages < (2 if tile.resident else 3) or (product.norm and not tile.resident):
-        return False
-    if tile.ahead and (not caps.programmatic_edges or tile.ahead << 20 > caps.l2_bytes):
         return False
     if tile.split and (product.segments == 1 or product.epilogue == "swiglu" or product.norm):
         return False
@@ -314,7 +310,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
                 "column_blocks": product.bucket // product.block_columns, "segments": product.segments,
                 "slices": product.slices, "mtiles": tile.mtiles, "warps_r": tile.warps_r, "warps_k": tile.warps_k,
                 "stages": tile.stages, "resident": tile.resident, "split": tile.split, "norm": norm,
-                "epilogue": product.epilogue, "release": tile.release, "ahead": tile.ahead << 20, "threads": threads,
+                "epilogue": product.epilogue, "release": tile.release, "threads": threads,
                 "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
         grid=(blocks, 1, 1),
         block=threads,

@@ -37,8 +37,7 @@ class KernelSpec:
     architecture. ``params`` go to the Jinja template as they are (ints, bools, closed identifiers only).
     ``args`` names the kernel's parameters in order; each name is an operand of the fused call (pointer), or one of
     ``scalars`` (32-bit integers or floats known at compile time). ``scratch`` are per-call buffers in bytes by
-    argument name, poisoned by the VM. ``zeroed`` scratch must be zero at first launch and is left as the kernel's next
-    launch needs it. ``cooperative``: blocks wait for each other, so all of them must be resident at once.
+    argument name, poisoned by the VM. ``zeroed`` scratch must be zero at first launch and is left zero by the kernel.
     ``waits_first``: no block lets dependents start before its own dependency wait has returned; what it has stored by then of
     ``published`` arguments, it has stored for all to see. ``early``: arguments besides weights that the kernel touches before
     its wait (compiler/passes/early.py proves that it may).
@@ -55,7 +54,6 @@ class KernelSpec:
     scratch: Mapping[str, int] = field(default_factory=dict)
     zeroed: frozenset[str] = frozenset()
     cluster: tuple[int, int, int] = (1, 1, 1)
-    cooperative: bool = False
     waits_first: bool = False
     published: tuple[str, ...] = ()
     early: tuple[str, ...] = ()

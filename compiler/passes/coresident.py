@@ -1,10 +1,9 @@
 """Kernels that wait for other blocks must find room beside whatever else may run: checked on the schedule of two ranks.
 
-An exchange waits for the other rank, a cooperative kernel for its own blocks. With a device per rank all blocks that wait must
-be resident at once. On one device (a test mode) each rank is compiled for half the multiprocessors; then, at worst, a rank's
-waiting blocks hold one multiprocessor each, and every kernel of the other rank must do with the other half, or share:
+An exchange waits for the other rank. With a device per rank all blocks that wait must be resident at once. On one device (a
+test mode) each rank is compiled for half the multiprocessors; then, at worst, a rank's waiting blocks hold one multiprocessor each, and every kernel of the other rank must do with the other half, or share:
 
-* blocks that wait, and those of a cooperative kernel, are at most as many as multiprocessors that the rank is compiled for;
+* blocks that wait are at most as many as multiprocessors that the rank is compiled for;
 * every block fits a multiprocessor that holds nothing else;
 * a cluster finds its places in one group of multiprocessors although half of them are held: at most MAX_CLUSTER blocks.
 
@@ -35,19 +34,12 @@ def waiting_blocks(item: Call) -> int:
     return item.grid[0] * item.grid[1]
 
 
-def _together(item: Call, kernels: Mapping[str, KernelImage]) -> int:
-    """Blocks of a call that must be resident at once."""
-    if kernels[item.entry].spec.cooperative:
-        return item.grid[0] * item.grid[1] * item.grid[2]
-    return waiting_blocks(item)
-
-
 def check_coresident(phases: Mapping[str, Phase], kernels: Mapping[str, KernelImage], caps: DeviceCaps) -> None:
     """Raise IRError naming the kernel and the rule that it breaks. Registers are looked at where kernels are compiled."""
     for phase in phases.values():
         for item in phase.calls:
             where = f"graph {phase.name}, kernel {item.entry}"
-            if (blocks := _together(item, kernels)) > caps.sms:
+            if (blocks := waiting_blocks(item)) > caps.sms:
                 raise IRError(f"{where}: {blocks} blocks wait for others, {caps.sms} multiprocessors hold one each")
             used = kernels[item.entry].resources
             shared = item.smem + used.static_smem + RESERVED

@@ -10,7 +10,6 @@ from compiler.ir.op import Op
 from compiler.ir.types import IRError, Ref, TensorType
 from compiler.kernels import exchange
 from compiler.kernels.spec import DeviceCaps, KernelSpec
-from compiler.passes.chain import PRODUCTS, chain_at
 from compiler.passes.early import check_early, settled
 from compiler.passes.gdn_layer import gdn_layer_at
 from compiler.passes.schedule import Group
@@ -95,22 +94,14 @@ def exchange_and_norm(graph: OpGraph, node: int, norm: int, caps: DeviceCaps) ->
     return Group(spec, (op, behind), (node, norm), operands(op) | extra, frozenset(), op.rank)
 
 
-def select(graph: OpGraph, caps: DeviceCaps, chains: bool = True) -> list[Group]:
-    """One kernel per op or fused run of ops, in build order (a chain stands where its last op stands). ``chains=False``
-    gives every product a kernel of its own. Raises IRError when no family serves an op."""
+def select(graph: OpGraph, caps: DeviceCaps) -> list[Group]:
+    """One kernel per op or fused run of ops, in build order. Raises IRError when no family serves an op."""
     import compiler.passes.families  # noqa: F401  registers the choices
 
     groups = []
     fused: set[int] = set()
-    waiting: dict[int, Group] = {}  # chains by their last node
     for node, op in graph.ops():
-        if node in waiting:
-            groups.append(waiting.pop(node))
         if node in fused:
-            continue
-        if chains and op.kind in PRODUCTS and (chain := chain_at(graph, node, caps)) is not None:
-            fused.update(chain.nodes)
-            waiting[chain.nodes[-1]] = chain
             continue
         if (norm := norm_behind(graph, node)) is not None:
             groups.append(exchange_and_norm(graph, node, norm, caps))

@@ -10,39 +10,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from compiler.emit.cache import Job, compile_all
 from compiler.emit.render import kernel_source
 from compiler.ir.op import ref_type
-from compiler.kernels import linear_chain, linear_columns
-from compiler.kernels.linear_chain import ChainTile, Link, chain_key, chain_spec, links_of
 from compiler.kernels.linear_columns import Product, Tile, candidates, choose, product_of, spec_of
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.program.model import Arg, Call, KernelImage, Phase
 from runtime.bench.measure import Bench
 from runtime.cuda.modules import Modules
 
-AHEAD = (0, 4, 8, 16, 24, 32)  # MiB
 GAIN = 0.9985  # a tile must make the step at least this much faster: less is noise
 
 
-class Choice(Protocol):
-    """Calls of a phase that one kernel serves, with the tile in use."""
-
-    calls: list[int]
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def weight(self) -> int: ...  # elements of weights
-    def fields(self, tile: Any) -> dict[str, Any]: ...
-    def spec(self, tile: Any) -> KernelSpec: ...
-    def rounds(self, count: int, best: Callable[[], Any]) -> Iterator[list[Any]]: ...
-
-
 @dataclass
-class ProductChoice:
+class Choice:
     """A product of a phase, the calls that compute it and the tile in use."""
 
     product: Product
@@ -67,51 +51,13 @@ class ProductChoice:
         return replace(spec, entry=f"{spec.entry}_{name}")
 
     def rounds(self, count: int, best: Callable[[], Tile]) -> Iterator[list[Tile]]:
-        """Tiles to measure: shapes; for the best of them the prefetch ahead; when dependents may start."""
+        """Tiles to measure: shapes, then for the best of them when dependents may start."""
         ranked = list(candidates(self.product, self.caps))
         single = [tile for tile in ranked if tile.blocks_per_sm == 1]
         fresh = [tile for tile in ranked if tile.blocks_per_sm == 0]
         tiles = list(dict.fromkeys(itertools.chain(ranked[: count // 2], single[: count // 4], fresh[: count // 4])))
         yield tiles
-        yield [tile for mib in AHEAD if linear_columns.fits(self.product, tile := replace(best(), ahead=mib), self.caps)]
         yield [replace(best(), release=release) for release in ("early", "late")]
-
-
-@dataclass
-class ChainChoice:
-    """A chain of products: first warps and stages of all links together, then the tile of one link after the other."""
-
-    links: list[Link]
-    calls: list[int]
-    tile: ChainTile
-    caps: DeviceCaps
-    eps: float
-
-    @property
-    def key(self) -> str:
-        return chain_key(self.links)
-
-    @property
-    def weight(self) -> int:
-        return sum(link.product.n * link.product.k for link in self.links)
-
-    def fields(self, tile: ChainTile) -> dict[str, Any]:
-        return {"warps": tile.warps, "stages": tile.stages, "links": [[t.mtiles, t.warps_k, t.groups] for t in tile.links]}
-
-    def spec(self, tile: ChainTile) -> KernelSpec:
-        spec = chain_spec(self.links, tile, self.caps, self.eps)
-        name = "_".join(f"{t.mtiles}_{t.warps_k}_{t.groups}" for t in tile.links)
-        return replace(spec, entry=f"{spec.entry}_{tile.warps}_{tile.stages}_{name}")
-
-    def rounds(self, count: int, best: Callable[[], ChainTile]) -> Iterator[list[ChainTile]]:
-        yield linear_chain.candidates(self.links, self.caps)[:count]
-        for i in sorted(range(len(self.links)), key=lambda i: -self.links[i].product.n * self.links[i].product.k):
-            others = linear_chain.link_variants(self.links[i].product, best(), i)
-            yield [tile for tile in others if linear_chain.fits(self.links, tile, self.caps)][:count]
-        for stages in (best().stages - 1, best().stages + 1):
-            other = replace(best(), stages=stages)
-            if linear_chain.fits(self.links, other, self.caps):
-                yield [other]
 
 
 class Tuner:
@@ -125,25 +71,18 @@ class Tuner:
         self._scratch: dict[str, int] = {}
 
     def _choices(self, phase: Phase) -> list[Choice]:
-        found: dict[str, Any] = {}
+        found: dict[str, Choice] = {}
         caps = self._program.caps
         for call in phase.calls:
             spec, op = self._program.kernels[call.entry].spec, call.ops[0]
-            choice: Any
-            if spec.template == "linear_chain.cu.j2":
-                links = links_of(spec)
-                tile = linear_chain.choose(tuple(links), caps)
-                assert tile is not None
-                choice = ChainChoice(links, [], tile, caps, float(spec.scalars["eps"]))
-            elif len(call.ops) == 1 and spec.template == "linear_columns.cu.j2" and not spec.entry.count("push"):
-                values = {name: self._program.value(phase, ref.value) for name, ref in op.refs()}
-                types = {name: ref_type(ref, values[name]) for name, ref in op.refs()}
-                source = values["w"].source
-                assert source is not None
-                product = product_of(op, types, source.format)
-                choice = ProductChoice(product, [], choose(product, caps), caps)
-            else:
+            if len(call.ops) != 1 or spec.template != "linear_columns.cu.j2" or "push" in spec.entry:
                 continue
+            values = {name: self._program.value(phase, ref.value) for name, ref in op.refs()}
+            types = {name: ref_type(ref, values[name]) for name, ref in op.refs()}
+            source = values["w"].source
+            assert source is not None
+            product = product_of(op, types, source.format)
+            choice = Choice(product, [], choose(product, caps), caps)
             found.setdefault(choice.key, choice).calls.append(call.index)
         return list(found.values())
 
@@ -162,8 +101,7 @@ class Tuner:
         args = []
         for name in spec.args:
             if name in spec.scratch:
-                # counters belong to one call and grid: a barrier counts the blocks that have come
-                own = f"{call.index}.{spec.grid[0]}." if name in spec.zeroed else ""
+                own = f"{call.index}." if name in spec.zeroed else ""  # counters belong to one call
                 key = f"{own}{name}.{spec.scratch[name]}"
                 if key not in self._scratch:
                     self._scratch[key] = self._backend.devices[call.rank].allocate(spec.scratch[name], "tuning scratch")
@@ -186,12 +124,12 @@ class Tuner:
         """Tiles by product key for one phase."""
         phase = self._program.phases[f"decode{lanes}x{width}"]
         choices = sorted(self._choices(phase), key=lambda c: -len(c.calls) * c.weight)
-        tiles: dict[str, Any] = {c.key: c.tile for c in choices}  # type: ignore[attr-defined]
+        tiles = {c.key: c.tile for c in choices}
         specs: dict[int, KernelSpec] = {}
         best = first = self._time(phase, specs, context, steps)
         for choice in choices:
-            tried: set[Any] = set()
-            for offered in choice.rounds(variants, lambda key=choice.key: tiles[key]):  # type: ignore[misc]
+            tried: set[Tile] = set()
+            for offered in choice.rounds(variants, partial(tiles.__getitem__, choice.key)):
                 fresh = [tile for tile in offered if tile not in tried]
                 tried.update(fresh)
                 self._prepare([choice.spec(tile) for tile in fresh])

@@ -41,19 +41,18 @@ def _resources(program: Program, entry: str, **changes: int) -> dict[str, Kernel
     return {**program.kernels, entry: replace(image, resources=replace(image.resources, **changes))}
 
 
-CASES: list[tuple[Callable[[Call], Call], dict[str, int], bool, str]] = [
-    (lambda c: replace(c, grid=(1, 133, 2)), {}, False, "133 blocks wait for others"),
-    (lambda c: replace(c, grid=(1, 1, 200), ops=()), {}, True, "200 blocks wait for others"),
-    (lambda c: replace(c, block=1056), {}, False, "a block of 1056 threads"),
-    (lambda c: replace(c, smem=240 << 10), {}, False, "does not fit a multiprocessor"),
-    (lambda c: c, {"registers": 255 + 2}, False, "does not fit a multiprocessor"),
-    (lambda c: c, {"static_smem": 240 << 10}, False, "does not fit a multiprocessor"),
-    (lambda c: replace(c, cluster=(4, 4, 1)), {}, False, "clusters of 16 blocks; at most 8"),
+CASES: list[tuple[Callable[[Call], Call], dict[str, int], str]] = [
+    (lambda c: replace(c, grid=(1, 133, 2)), {}, "133 blocks wait for others"),
+    (lambda c: replace(c, block=1056), {}, "a block of 1056 threads"),
+    (lambda c: replace(c, smem=240 << 10), {}, "does not fit a multiprocessor"),
+    (lambda c: c, {"registers": 255 + 2}, "does not fit a multiprocessor"),
+    (lambda c: c, {"static_smem": 240 << 10}, "does not fit a multiprocessor"),
+    (lambda c: replace(c, cluster=(4, 4, 1)), {}, "clusters of 16 blocks; at most 8"),
 ]
 
 
-@pytest.mark.parametrize(("change", "resources", "cooperative", "message"), CASES, ids=[case[3] for case in CASES])
-def test_what_breaks_it_is_refused(change: Callable[[Call], Call], resources: dict[str, int], cooperative: bool,
+@pytest.mark.parametrize(("change", "resources", "message"), CASES, ids=[case[2] for case in CASES])
+def test_what_breaks_it_is_refused(change: Callable[[Call], Call], resources: dict[str, int],
                                    message: str) -> None:  # fmt: skip
     program = models.program("dense-small", **OPTIONS)
     phase = program.phases["prefill"]
@@ -61,9 +60,6 @@ def test_what_breaks_it_is_refused(change: Callable[[Call], Call], resources: di
     calls = list(phase.calls)
     calls[index] = change(calls[index])
     kernels = _resources(program, calls[index].entry, **resources)
-    if cooperative:
-        image = kernels[calls[index].entry]
-        kernels[calls[index].entry] = replace(image, spec=replace(image.spec, cooperative=True))
     check_coresident(program.phases, program.kernels, program.caps)
     with pytest.raises(IRError, match=message) as raised:
         check_coresident({phase.name: replace(phase, calls=tuple(calls))}, kernels, program.caps)

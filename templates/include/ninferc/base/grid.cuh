@@ -45,7 +45,6 @@ NINFERC_ATOMIC_(atomic_exchange, u32, value)
 NINFERC_ATOMIC_(atomic_exchange, u64, value)
 // add with acquire and release: the last arriver sees what all earlier ones wrote
 NINFERC_ATOMIC_(atomic_add_acq_rel_gpu, u32, old + value)
-NINFERC_ATOMIC_(atomic_add_acq_rel_gpu, u64, old + value)
 NINFERC_ATOMIC_(atomic_add_acq_rel_sys, u32, old + value)
 #undef NINFERC_ATOMIC_
 NINFERC_DEVICE u32 atomic_cas(u32* pointer, u32 expected, u32 value) {
@@ -109,11 +108,6 @@ NINFERC_DEVICE u32 atomic_cas(u32* pointer, u32 expected, u32 value) { return at
 NINFERC_DEVICE u32 atomic_add_acq_rel_gpu(u32* pointer, u32 value) {
   u32 old;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(pointer), "r"(value) : "memory");
-  return old;
-}
-NINFERC_DEVICE u64 atomic_add_acq_rel_gpu(u64* pointer, u64 value) {
-  u64 old;
-  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(pointer), "l"(value) : "memory");
   return old;
 }
 NINFERC_DEVICE u32 atomic_add_acq_rel_sys(u32* pointer, u32 value) {

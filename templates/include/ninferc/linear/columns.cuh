@@ -39,31 +39,6 @@ struct ChunkWalk {
   }
 };
 
-// Asks for the first `ahead` bytes of the code plane (of gate and up one half each) and what belongs to them, so that they come
-// into the L2 cache while the kernels before this one still run.  Tiles are dealt in order: these are read first.
-template <class G>
-NINFERC_DEVICE void prefetch_first_rows(const LinearArguments& args, u32 warp) {
-  constexpr u32 ranges = G::swiglu ? 2 : 1, piece = 4096, warps = G::threads / 32;
-  constexpr u64 wanted = G::ahead / ranges / G::row_bytes;
-  constexpr u64 rows = wanted < G::outputs ? wanted : G::outputs;
-  if (lane_id() != 0) return;
-  const auto ask = [&](const u8* from, u64 bytes) {
-    const u64 pieces = bytes / piece;
-    for (u64 i = blockIdx.x * warps + warp; i < pieces; i += u64(gridDim.x) * warps) prefetch_l2_bulk(from + i * piece, piece);
-  };
-#pragma unroll
-  for (u32 range = 0; range < ranges; ++range) {
-    const u64 first = u64(range) * (G::n / 2);
-    ask(args.codes + first * G::row_bytes, rows * G::row_bytes);
-    if constexpr (G::Traits::high_bytes_128 != 0) {
-      constexpr u64 high_row = u64(G::chunks) * G::segments * G::Traits::high_bytes_128;
-      ask(args.high + first * high_row, rows * high_row);
-    }
-    if constexpr (G::format == Format::nvfp4) ask(args.scales + first * (G::k / 16), rows * (G::k / 16));
-    else if constexpr (G::Traits::grouped_int) ask(args.scales + first * (G::groups * 2), rows * (G::groups * 2));
-  }
-}
-
 template <class Config>
 NINFERC_DEVICE void linear_columns(LinearArguments args) {
   using G = LinearGeometry<Config>;
@@ -106,7 +81,6 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
     if constexpr (G::resident) cp_async_commit();
     advance();
   }
-  if constexpr (G::ahead != 0) prefetch_first_rows<G>(args, warp);
   grid_dependency_wait();
   if constexpr (G::epilogue == Epilogue::push_f32) args.push.open();
   if constexpr (G::release == Release::early) grid_launch_dependents();

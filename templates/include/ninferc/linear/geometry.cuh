@@ -23,7 +23,7 @@ enum class Epilogue : u32 { store, store_f32, push_f32, swiglu, residual };
 enum class Release : u32 { early, late, end };
 
 // Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, split,
-// norm, release, ahead (bytes of weights to prefetch into the L2 cache before waiting for other kernels).
+// norm, release.
 template <class Config>
 struct LinearGeometry : Config {
   using Traits = FormatTraits<Config::format>;

@@ -14,17 +14,8 @@ namespace ninferc {
 // two copies per lane: piece lane % 4 of rows lane / 4 and lane / 4 + 8.  High bits and scales of all matrix tiles are shared
 // out over the lanes without a remainder (where there are fewer pieces than lanes, two lanes copy the same one), so that no
 // copy is conditional.
-// The chunk to copy next: this lane's first copy of each kind, the tile's first subtile, the chunk's columns.  Independent of
-// the geometry, so that one cursor can go from product to product.
-struct WeightCursor {
-  const u8* codes_at;
-  const u8* high_at;
-  const u8* scales_at;
-  u32 first_subtile, begin, end;
-};
-
 template <class G>
-struct WeightCopier : WeightCursor {
+struct WeightCopier {
   static constexpr Format format = G::format;
   static constexpr u32 high_bytes = G::Traits::high_bytes_128, high_pieces = high_bytes / 16;
   static constexpr u64 high_row_bytes = u64(G::chunks) * G::segments * high_bytes;
@@ -33,11 +24,14 @@ struct WeightCopier : WeightCursor {
   const u8* high;
   const u8* scales;
   u32 lane;
+  // The chunk to copy next: this lane's first copy of each kind, the tile's first subtile, the chunk's columns.
+  const u8* codes_at;
+  const u8* high_at;
+  const u8* scales_at;
+  u32 first_subtile, begin, end;
 
   NINFERC_DEVICE WeightCopier(const u8* codes_, const u8* high_, const u8* scales_)
       : codes(codes_), high(high_), scales(scales_), lane(lane_id()) {}
-  NINFERC_DEVICE WeightCopier(const WeightCursor& at, const u8* codes_, const u8* high_, const u8* scales_)
-      : WeightCursor(at), codes(codes_), high(high_), scales(scales_), lane(lane_id()) {}
 
   static NINFERC_DEVICE u32 clamped(u32 output) {  // rows past the end repeat the last one; nobody stores them
     if constexpr (G::whole_rows) return output;
