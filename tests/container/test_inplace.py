@@ -87,11 +87,11 @@ def _state(path: Path) -> tuple[str, bytes]:
         return f"{artifact.version} {artifact.identity}", artifact.read(0, artifact.payload_bytes).tobytes()
 
 
-def _budgets(costs: list[int], step: int, short: int = 32) -> list[int]:
-    """Before and after every operation and inside it: every byte of writes up to `short`, of others every `step` bytes."""
+def _budgets(costs: list[int], step: int, short: int = 80) -> list[int]:
+    """Before and after every operation and inside it: each of the first `short` bytes, then every `step` bytes."""
     budgets, start = set(), 0
     for cost in costs:
-        inside = range(0, cost, 1 if cost <= short else step)
+        inside = (*range(min(cost, short)), *range(0, cost, step))
         budgets |= {start + at for at in (*inside, 1, cost - 1)}
         start += cost
     return sorted(budget for budget in budgets if budget < start)
@@ -129,6 +129,10 @@ def _relabel(path: Path, disk: Disk | None) -> object:
     return relabel(path, "other-weights", disk=disk)
 
 
+def _relabel_equal_length(path: Path, disk: Disk | None) -> object:
+    return relabel(path, "WXYZ", disk=disk)
+
+
 @pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.slow)])
 def test_migrate_survives_a_crash_at_every_write(tmp_path: Path, step: int) -> None:
     original = write_v1(tmp_path / "v1.ninfer")
@@ -139,6 +143,12 @@ def test_migrate_survives_a_crash_at_every_write(tmp_path: Path, step: int) -> N
 def test_relabel_survives_a_crash_at_every_write(tmp_path: Path, step: int) -> None:
     original = write_v2(tmp_path / "v2.ninfer", "bf16")
     _crash_everywhere(original, RELABEL_SUFFIX, _relabel, "2 sample/bf16", "2 sample/other-weights", step)
+
+
+def test_a_mixture_of_two_directories_is_never_read(tmp_path: Path) -> None:
+    """With ids of equal length every prefix of the new directory before the rest of the old one is valid JSON."""
+    original = write_v2(tmp_path / "v2.ninfer", "bf16")
+    _crash_everywhere(original, RELABEL_SUFFIX, _relabel_equal_length, "2 sample/bf16", "2 sample/WXYZ", 1 << 12)
 
 
 def test_a_second_crash_while_the_first_is_undone(tmp_path: Path) -> None:

@@ -274,6 +274,16 @@ def _plans() -> list[ObjectPlan]:
     return [ObjectPlan("r", bytes=3), ObjectPlan("w", (256, 64), "NVFP4"), ObjectPlan("q", (5, 200), "Q6G64_F16S")]
 
 
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_single_missing_byte_is_named(tmp_path: Path, missing: int) -> None:
+    with pytest.raises(OutputError, match=f"'r': byte {missing} of 3 was never written"), ArtifactWriter(
+        tmp_path / "a.ninfer", Identity("m", "w"), [ObjectPlan("r", bytes=3)]
+    ) as writer:
+        for at in {0, 1, 2} - {missing}:
+            writer.write_at("r", at, b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_writer_demands_every_byte_once(tmp_path: Path) -> None:
     path = tmp_path / "a.ninfer"
     with pytest.raises(OutputError, match="'w': byte 0 of .* was never written"), ArtifactWriter(
@@ -421,8 +431,9 @@ def test_coverage_against_a_set() -> None:
             assert coverage.add(span.start, span.stop) == fits
             if fits:
                 seen |= set(span)
-        missing = [i for i in range(45) if i not in seen]
-        assert coverage.first_missing(45) == (missing[0] if missing else None)
+        missing = [i for i in range(46) if i not in seen]
+        for size in range(1, 47):
+            assert coverage.first_missing(size) == next((i for i in missing if i < size), None)
 
 
 def test_sparse_writer_keeps_holes(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ CHANGES: dict[str, tuple[str, str]] = {
     "a name of the run before": ('"text/layers/200/down":{', '"text/layers/10/down":{'),
     "a name of its own run": ('"text/layers/11/down":{', '"text/layers/10/down":{'),
     "a comma missing": ('}]},"text/layers/11/down"', '}]}"text/layers/11/down"'),
+    "another character for a comma": ('}]},"text/layers/11/down"', '}]};"text/layers/11/down"'),
     "a comma too many": ('}]},"text/layers/11/down"', '}]},,"text/layers/11/down"'),
     "a number for a binding": ('{"parts":[{"object":"a","range":[640,704]}]}', "7"),
     "an unknown policy": ('"input":"text/layers/10/down/product","activation_policy":"A16Only"',
