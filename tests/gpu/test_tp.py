@@ -1,9 +1,12 @@
-"""Two ranks on one GPU (``--devices 0,0``, a test mode): bits, transports, faults. Each rank is compiled for half the
-multiprocessors, so that a waiting kernel of one rank leaves room for every kernel of the other."""
+"""Two ranks on one GPU (``--devices 0,0``, a test mode) and on two: bits, transports, faults.
+
+On one GPU each rank is compiled for half the multiprocessors, so that a waiting kernel of one rank leaves room for every
+kernel of the other. Every test runs on both kinds of pair: ``-m gpu`` on devices 0,0, ``-m gpu2`` on 0,1."""
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,40 +18,71 @@ import pytest
 
 from compiler.driver import CompileOptions, compile_program
 from compiler.program.model import Program
-from runtime.bench.exchange import bench
+from runtime.bench.exchange import bench, bench_fused
 from runtime.cuda.backend import CudaBackend
-from runtime.cuda.device import Device
+from runtime.cuda.device import Device, rank_caps
 from runtime.cuda.driver import DeviceError
 from runtime.cuda.modules import Modules
-from runtime.cuda.transport import TRANSPORTS, choose, exchange_op, self_test
+from runtime.cuda.self_test import choose, self_test
+from runtime.cuda.transport import TRANSPORTS, peer_access
+from runtime.lockstep import CheckedBackend
 from runtime.session import EngineFault, Request, Sampling, Session
 from tests import card, models
 
-pytestmark = pytest.mark.gpu
+Pair = tuple[int, int]
+PAIRS = [pytest.param((0, 0), marks=pytest.mark.gpu, id="0,0"), pytest.param((0, 1), marks=pytest.mark.gpu2, id="0,1")]
 OPTIONS: dict[str, Any] = {"max_context": 512, "max_concurrency": 8, "prefill_chunk": 128,
                            "pairs": ((1, 1), (1, 4), (1, 8), (8, 1), (8, 8))}  # fmt: skip
 SAMPLED = Sampling(0.9, 0.95, 20, 0.0, 1.0, 0.2, seed=7)
 
 
+@pytest.fixture(params=PAIRS)
+def pair(request: pytest.FixtureRequest) -> Pair:
+    found: Pair = request.param
+    return found
+
+
+@contextmanager
+def devices_of(pair: Pair) -> Iterator[list[Device]]:
+    devices = [Device(index) for index in pair]
+    try:
+        yield devices
+    finally:
+        for device in devices:
+            device.close()
+
+
 @cache
-def compiled(name: str, tp: int, **options: Any) -> Program:
-    caps = card.target(Device(0).caps())
-    return compile_program(models.artifact(name, "bf16"), replace(caps, sms=caps.sms // 2),
+def transports(pair: Pair) -> tuple[str, ...]:
+    """Those that the pair has."""
+    with devices_of(pair) as devices:
+        return TRANSPORTS if peer_access(devices) is None else TRANSPORTS[1:]
+
+
+@cache
+def compiled(pair: Pair, name: str, tp: int, **options: Any) -> Program:
+    with devices_of(pair) as devices:
+        share = rank_caps(devices)
+    caps = card.target(share)
+    return compile_program(models.artifact(name, "bf16"), replace(caps, sms=min(caps.sms, share.sms)),
                            CompileOptions(tp=tp, **(OPTIONS | options)))  # fmt: skip
 
 
 @contextmanager
-def opened(name: str, tp: int, transport: str = "auto", eager: bool = False, **options: Any) -> Iterator[CudaBackend]:
-    backend = CudaBackend(compiled(name, tp, **options), models.store(name, "bf16"), [0] * tp, eager, transport=transport)
+def opened(pair: Pair, name: str, tp: int, transport: str = "auto", eager: bool = False, device: int = 0,
+           **options: Any) -> Iterator[CudaBackend]:  # fmt: skip
+    """One rank runs on the pair's device number ``device``."""
+    places = list(pair) if tp == 2 else [pair[device]]
+    backend = CudaBackend(compiled(pair, name, tp, **options), models.store(name, "bf16"), places, eager, transport=transport)
     try:
         yield backend
     finally:
         backend.close()
 
 
-def tokens_and_logits(backend: CudaBackend, columns: int, lanes: int, sampling: Sampling) -> tuple[list[int], bytes]:
-    """Of one request on lane 0 among ``lanes``; the logits are those of the last step."""
-    session = Session(backend, prefill="none", columns=columns, depth=0)
+def tokens_and_logits(backend: Any, columns: int, lanes: int, sampling: Sampling) -> tuple[list[int], bytes]:
+    """Of one request on lane 0 among ``lanes``, all ranks compared after each step; the logits are those of the last step."""
+    session = Session(CheckedBackend(backend), prefill="none", columns=columns, depth=0)
     rng = random.Random(3)
     session.submit(Request([rng.randrange(500) for _ in range(70)], 12, sampling=sampling), 0)
     for lane in range(1, lanes):
@@ -60,7 +94,6 @@ def tokens_and_logits(backend: CudaBackend, columns: int, lanes: int, sampling: 
             if emission.lane == 0:
                 tokens.append(emission.token)
                 logits = session.logits(session.last_phase, 1).tobytes()
-                backend.check_lockstep(session.step - 1)
     for lane in list(session._lanes):
         session.cancel(lane)
     return tokens, logits
@@ -68,68 +101,102 @@ def tokens_and_logits(backend: CudaBackend, columns: int, lanes: int, sampling: 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "penalties and seed"])
 @pytest.mark.parametrize("name", ["example", "dense-small"])
-def test_one_value_over_ranks_lanes_columns_and_transports(name: str, sampling: Sampling) -> None:
+def test_one_value_over_ranks_lanes_columns_and_transports(pair: Pair, name: str, sampling: Sampling) -> None:
+    """The equality hash: tp {1, 2}, 1 or 8 lanes, 1, 4, 8 columns, every transport, graph and eager, sums pushed by products
+    or sent by exchanges."""
     results: dict[tuple[tuple[int, ...], bytes], list[str]] = {}
-    runs = [(1, "auto", False), *((2, t, False) for t in TRANSPORTS), (2, "peer", True), (2, "staged", True)]
-    for tp, transport, eager in runs:
-        with opened(name, tp, transport, eager) as backend:
+    runs: list[tuple[int, str, bool, dict[str, Any]]] = [(1, "auto", False, {}), (1, "auto", True, {})]
+    runs += [(2, transport, False, {}) for transport in transports(pair)]
+    runs += [(2, transports(pair)[0], True, {}), (2, "staged", True, {}), (2, "host", False, {"fused": False})]
+    for tp, transport, eager, options in runs:
+        with opened(pair, name, tp, transport, eager, **options) as backend:
             for lanes, columns in ((1, 1), (1, 4), (1, 8), (8, 1), (8, 8)):
                 tokens, logits = tokens_and_logits(backend, columns, lanes, sampling)
-                results.setdefault((tuple(tokens), logits), []).append(f"tp{tp} {transport} {eager} {lanes}x{columns}")
+                label = f"tp{tp} {transport} eager={eager} {options} {lanes}x{columns}"
+                results.setdefault((tuple(tokens), logits), []).append(label)
     assert len(results) == 1, list(results.values())
 
 
-def test_prefill_chunks() -> None:
-    """Through prefill chunks the ranks agree with each other; the logits stay near those of one rank."""
+@pytest.mark.gpu2
+def test_both_devices_alone_compute_the_same() -> None:
+    """Null control: one rank on either device."""
+    answers = set()
+    for device in (0, 1):
+        with opened((0, 1), "example", 1, device=device) as backend:
+            answers.add(str(tokens_and_logits(backend, 4, 1, SAMPLED)))
+    assert len(answers) == 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_prefill_chunks(pair: Pair, transport: str) -> None:
+    """Through prefill chunks the ranks agree with each other on every transport; the logits stay near those of one rank."""
+    if transport not in transports(pair):
+        pytest.skip(f"the pair has no {transport}")
     ids = [random.Random(5).randrange(4000) for _ in range(300)]
     logits = []
     for tp in (1, 2):
-        with opened("example", tp) as backend:
-            session = Session(backend)
+        with opened(pair, "example", tp, transport) as backend:
+            session = Session(CheckedBackend(backend))
             logits.append(np.concatenate(list(session.score(ids))))
             assert len([e.token for e in session.generate(Request(ids, 8))]) == 8
-            backend.check_lockstep(session.step - 1)
     assert (logits[0].argmax(1) == logits[1].argmax(1)).mean() >= 0.93
     cosine = (logits[0] * logits[1]).sum(1) / np.linalg.norm(logits[0], axis=1) / np.linalg.norm(logits[1], axis=1)
     assert cosine.mean() > 0.98
 
 
+@pytest.mark.parametrize("wire", ["f32", "bf16"])
 @pytest.mark.parametrize("columns", [1, 4, 8, 64])
-def test_ten_thousand_exchanges(columns: int) -> None:
-    """Back to back under random delays of the producers, every received value checked, the same on every transport."""
-    rows = [bench([0, 0], columns=columns, transport=t, exchanges=125, replays=80, delays=True) for t in TRANSPORTS]
+def test_ten_thousand_exchanges(pair: Pair, columns: int, wire: str) -> None:
+    """Back to back under random delays of the producers, every bit of every received value checked, the same on every
+    transport."""
+    rows = [bench(pair, columns, wire, t, exchanges=125, replays=80, delays=True) for t in transports(pair)]
     assert len({row.digest for row in rows}) == 1
 
 
-def test_step_down_and_self_test() -> None:
+@pytest.mark.parametrize("columns", [1, 4, 8])
+def test_ten_thousand_pushed_exchanges(pair: Pair, columns: int) -> None:
+    """Sent by the products that compute the sums: the bits of sums that an exchange sends, on both ranks and all transports."""
+    rows = [row for t in transports(pair) for row in bench_fused(pair, columns, t, exchanges=125, replays=80)]
+    assert len({row.digest for row in rows}) == 1
+
+
+def test_a_chunk_of_prefill(pair: Pair) -> None:
+    """1024 columns of BF16, 10 MiB, and FP32, 20 MiB."""
+    for wire in ("bf16", "f32"):
+        rows = [bench(pair, 1024, wire, t, exchanges=5, replays=4, delays=True) for t in transports(pair)]
+        assert len({row.digest for row in rows}) == 1
+
+
+def test_step_down_and_self_test(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     """A corrupted byte steps down with a logged reason; a transport asked for by name is not replaced."""
-    program = compiled("dense-small", 2)
-    devices = [Device(0), Device(0)]
-    modules = Modules(program.kernels, devices)
-    try:
-        assert all(self_test(program, modules, devices, t).problem == "" for t in TRANSPORTS)
-        assert choose(program, modules, devices, corrupt=frozenset({"peer"})) == "host"
-        assert choose(program, modules, devices, corrupt=frozenset({"peer", "host"})) == "staged"
-        with pytest.raises(DeviceError, match="arrived wrong"):
-            choose(program, modules, devices, "peer", frozenset({"peer"}))
-    finally:
-        modules.close()
-        for device in devices:
-            device.close()
+    program = compiled(pair, "dense-small", 2)
+    with devices_of(pair) as devices:
+        modules = Modules(program.kernels, devices)
+        try:
+            assert all(self_test(program, modules, devices, t).problem == "" for t in transports(pair))
+            assert choose(program, modules, devices) in transports(pair)[:2]
+            assert choose(program, modules, devices, corrupt=frozenset({"peer"})) == "host"
+            assert "transport peer is not used:" in caplog.text
+            assert choose(program, modules, devices, corrupt=frozenset({"peer", "host"})) == "staged"
+            with pytest.raises(DeviceError, match="arrived wrong"):
+                choose(program, modules, devices, "host", frozenset({"host"}))
+        finally:
+            modules.close()
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["pushed", "sent"])
 @pytest.mark.parametrize("transport", ["peer", "host"])
-def test_a_peer_that_never_arrives(transport: str) -> None:
-    """Rank 1's launches of a step are left out: the replay ends within a second, its output is not used, and after
+def test_a_peer_that_never_arrives(pair: Pair, transport: str, fused: bool) -> None:
+    """What rank 1 sends in a step is left out: the replay ends within a second, its output is not used, and after
     ``resynchronise`` both ranks go on with the bits of a fresh run."""
-    import time
-
+    if transport not in transports(pair):
+        pytest.skip(f"the pair has no {transport}")
     request = Request(list(range(20)), 6)
-    with opened("dense-small", 2, transport, eager=True) as backend:
+    with opened(pair, "dense-small", 2, transport, eager=True, fused=fused) as backend:
         want = [e.token for e in Session(backend, prefill="none").generate(request)]
-        phase = backend._phases["decode1x1"]
+        phase: Any = backend._phases["decode1x1"]
         whole = phase._phase
-        kept = tuple(item for item in whole.calls if item.rank == 0 or exchange_op(item) is None)
+        kept = tuple(item for item in whole.calls if item.rank == 0 or not any("ordinal" in op.attrs for op in item.ops))
         args = phase._args
         left = {item.index for item in kept}
         phase._args = [packed for item, packed in zip(whole.calls, args, strict=True) if item.index in left]
@@ -148,16 +215,20 @@ def test_a_peer_that_never_arrives(transport: str) -> None:
         assert [e.token for e in Session(backend, prefill="none").generate(request)] == want
 
 
-def test_twenty_boots() -> None:
-    outputs = set()
-    for _ in range(20):
-        with opened("dense-small", 2) as backend:
+@pytest.mark.slow
+def test_twenty_boots(pair: Pair) -> None:
+    """Each with its own self-tests, buffers and graphs; all transports take turns."""
+    names, outputs = ("auto", *transports(pair)), set()
+    for boot in range(20):
+        with opened(pair, "dense-small", 2, names[boot % len(names)]) as backend:
             outputs.add(tuple(e.token for e in Session(backend, prefill="none").generate(Request(list(range(9)), 5))))
     assert len(outputs) == 1
 
 
+@pytest.mark.gpu
 def test_a_whole_card_program_is_refused_on_a_shared_one() -> None:
-    program = compiled("dense-small", 2)
-    whole = replace(program, caps=Device(0).caps())
+    program = compiled((0, 0), "dense-small", 2)
+    with devices_of((0, 0)) as devices:
+        whole = replace(program, caps=devices[0].caps())
     with pytest.raises(DeviceError, match="multiprocessors"):
         CudaBackend(whole, models.store("dense-small", "bf16"), [0, 0])
