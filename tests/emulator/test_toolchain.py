@@ -55,3 +55,11 @@ def test_readme_example_runs() -> None:
     text = (toolchain.HERE / "README.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
     exec(compile(code, "README.md", "exec"), {})
+
+
+def test_zig_links_without_building_libraries() -> None:
+    """Zig's own linking would first build C and C++ libraries that nothing here needs."""
+    assert toolchain._linker(("/somewhere/ziglang/zig", "c++")) == ["/somewhere/ziglang/zig", "ld.lld", "-shared"]
+    assert toolchain._linker(("python", "-m", "ziglang", "c++")) == ["python", "-m", "ziglang", "ld.lld", "-shared"]
+    assert toolchain._linker(("/usr/bin/g++",)) == ["/usr/bin/g++", "-shared"]
+    assert toolchain._linker(("clang++",)) == ["clang++", "-shared"]

@@ -20,7 +20,8 @@ TEMPLATE_INCLUDE = ROOT / "templates" / "include"
 # Contraction, wrapping and type punning as CUDA compilers do them.  No unique symbols: function-local shared memory of
 # two kernels must never be merged by the loader.
 COMMON_FLAGS = ("-std=c++20", "-O2", "-g0", "-fPIC", "-w", "-march=native", "-ffp-contract=fast", "-fno-math-errno",
-                "-fno-strict-aliasing", "-fwrapv", "-fno-exceptions", "-fno-rtti")
+                "-fno-strict-aliasing", "-fwrapv", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics",
+                *(("-mno-outline-atomics",) if platform.machine() == "aarch64" else ()))  # fmt: skip
 KERNEL_FLAGS = ("-fno-plt", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
 
 
@@ -41,9 +42,19 @@ def find_compiler() -> tuple[str, ...] | None:
         path = shutil.which(name)
         if path:
             return (path,)
-    if importlib.util.find_spec("ziglang") is not None:
-        return (sys.executable, "-m", "ziglang", "c++")
+    found = importlib.util.find_spec("ziglang")
+    if found is not None and found.origin is not None:
+        program = Path(found.origin).with_name("zig")
+        return (str(program), "c++") if program.exists() else (sys.executable, "-m", "ziglang", "c++")
     return None
+
+
+def _linker(compiler: Sequence[str]) -> list[str]:
+    """The command that makes a shared object of one object. Zig's own would first build C and C++ libraries, a minute of one
+    core, of which nothing here needs a line: what is undefined is found in the process. So its linker is called directly."""
+    if compiler[-1] == "c++" and any("zig" in Path(part).name for part in compiler[:-1]):
+        return [*compiler[:-1], "ld.lld", "-shared"]
+    return [*compiler, "-shared"]
 
 
 def missing_reason() -> str | None:
@@ -139,7 +150,7 @@ def build(source: str, flags: Sequence[str], include_dirs: Sequence[Path], links
         objects = str(work / "kernel.o")
         _run([*compiler, *command, *extra, "-MMD", "-MF", str(depfile), "-c", str(main), "-o", objects])
         # Linking without the compile flags: a checked kernel finds the sanitizer's functions in the engine.
-        _run([*compiler, "-shared", objects, *map(str, links), "-o", str(output)])
+        _run([*_linker(compiler), objects, *map(str, links), "-o", str(output)])
         paths = [path for path in _parse_dependencies(depfile.read_text()) if not path.startswith(str(work))]
         final = folder / f"{key}-{_digest(paths)}.so"
         temporary = work / "deps"
