@@ -118,7 +118,8 @@ def test_an_earlier_reader_forbids_an_early_store() -> None:
     state = {groups[at].operands["recurrent"].value}
     before = groups[:at]
     assert settled(graph, before, 0, set(), state, True)
-    before[-1] = replace(before[-1], ops=(*before[-1].ops, groups[at].ops[2]))
+    reader = replace(groups[at].ops[2], inputs={"x": groups[at].operands["recurrent"]}, outputs={}, state={})
+    before[-1] = replace(before[-1], ops=(*before[-1].ops, reader))
     assert not settled(graph, before, 0, set(), state, True)
 
 
