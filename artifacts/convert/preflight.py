@@ -47,6 +47,8 @@ class Layout:
     linears: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
+        if self.name == UNQUANTIZED:
+            return f"{self.name} ({self.linears[PLAIN.name]} linears)"
         counts = [f"{self.linears[kind.name]} {kind.title}" for kind in KINDS if self.linears[kind.name]]
         return f"{self.name} ({', '.join(counts) or 'no'} linears)"
 

@@ -44,7 +44,7 @@ def plain_checkpoint() -> make.Tensors:
 
 
 LAYOUTS: dict[str, tuple[Callable[[], make.Tensors], Any, str]] = {
-    "unquantized": (plain_checkpoint, None, "unquantized (41 unquantized linears)"),
+    "unquantized": (plain_checkpoint, None, "unquantized (41 linears)"),
     "packed": (packed_checkpoint, PACKED, "compressed-tensors (24 NVFP4, 17 unquantized linears)"),
     "mixed": (mixed_checkpoint, MIXED, "compressed-tensors (9 NVFP4, 17 FP8, 15 unquantized linears)"),
     "modelopt": (modelopt_checkpoint, MODELOPT, "ModelOpt (13 NVFP4, 13 FP8, 15 unquantized linears)"),
