@@ -1,4 +1,7 @@
-"""The exchange protocol as a model: two ranks as threads, words that become visible late and in any order."""
+"""The exchange protocol as a model: two ranks as threads, stores that become visible late and in any order.
+
+Payloads travel as words that carry their number, sent by the exchange or ahead of it by the product, or as a slice: bytes
+without numbers and a line that becomes visible only after them (release)."""
 
 from __future__ import annotations
 
@@ -12,21 +15,23 @@ import pytest
 from compiler.ops.exchange_begin import number
 
 COUNT = 12  # exchanges of one replay
+LINE, BYTES = 100, 200  # cells of a slot: words from 0, the line of a slice, its bytes
 
 
 @dataclass
 class Mail:
-    """Memory of one reader: two slots of words. A store lands later, in any order between addresses, in order at one."""
+    """Memory of one reader: two slots of cells. A store lands later, in any order between addresses, in order at one; one with
+    ``release`` lands after all that were made before it."""
 
     size: int
     rng: random.Random
     cells: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    flying: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
+    flying: list[tuple[tuple[int, int], tuple[int, int], bool]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def store(self, slot: int, index: int, word: tuple[int, int]) -> None:
+    def store(self, slot: int, index: int, word: tuple[int, int], release: bool = False) -> None:
         with self.lock:
-            self.flying.append(((slot, index), word))
+            self.flying.append(((slot, index), word, release))
 
     def load(self, slot: int, index: int) -> tuple[int, int]:
         with self.lock:
@@ -34,8 +39,9 @@ class Mail:
                 if self.flying and self.rng.random() < 0.7:
                     pick = self.rng.randrange(len(self.flying))
                     where = self.flying[pick][0]
-                    first = next(i for i, (other, _) in enumerate(self.flying) if other == where)
-                    self.cells[where] = self.flying.pop(first)[1]
+                    first = next(i for i, (other, *_) in enumerate(self.flying) if other == where)
+                    if not self.flying[first][2] or first == 0:
+                        self.cells[where] = self.flying.pop(first)[1]
             return self.cells.get((slot, index), (0, 0))
 
     def clear(self) -> None:
@@ -57,6 +63,7 @@ class Rank:
     stop_after: int = 1 << 60  # exchanges after which this rank falls silent
     patience: float = 20.0
     done: int = 0
+    slices: bool = False
     hung: bool = False
     wrong: list[str] = field(default_factory=list)
 
@@ -71,34 +78,61 @@ class Rank:
         for ordinal, size in enumerate(self.sizes):
             if self.done >= self.stop_after:
                 return
-            if self.fault == "zero not skipped":
-                sequence = (base + ordinal) & 0xFFFFFFFF
-            else:
-                sequence = number(base, ordinal)
-            slot = 0 if self.fault == "slot baked in" else sequence % 2
-            for index in self.rng.sample(range(size), size):
-                self.mail[1 - self.rank].store(slot, index, (self.value(self.rank, self.done, index), sequence))
+            if ordinal == 0 or self.fault != "pushed too early":
+                self._send(base, ordinal, self.done)
+            if self.fault == "pushed too early" and ordinal + 1 < len(self.sizes):
+                self._send(base, ordinal + 1, self.done + 1)  # the next product does not wait for this exchange
             if self.rng.random() < 0.1:
                 time.sleep(0.0002)
-            deadline = time.monotonic() + self.patience
-            for index in range(size):
-                while True:
-                    value, stamp = self.mail[self.rank].load(slot, index)
-                    if stamp == sequence or (self.fault == "sequence not checked" and stamp):
-                        break
-                    if self.hung or time.monotonic() > deadline:
-                        self.hung = True
-                        return
-                if value != self.value(1 - self.rank, self.done, index):
-                    self.wrong.append(f"exchange {self.done} word {index}")
+            if not self._receive(base, ordinal, size):
+                self.hung = True
+                return
             self.done += 1
 
+    def _place(self, base: int, ordinal: int) -> tuple[int, int]:
+        """Number and slot."""
+        sequence = number(base, ordinal)
+        if self.fault == "zero not skipped":
+            sequence = (base + ordinal) & 0xFFFFFFFF
+        return sequence, 0 if self.fault == "slot baked in" else sequence % 2
 
-def pair(seed: int, fault: str = "", start: int = 2, patience: float = 20.0) -> list[Rank]:
+    def _send(self, base: int, ordinal: int, count: int) -> None:
+        (sequence, slot), size, mail = self._place(base, ordinal), self.sizes[ordinal], self.mail[1 - self.rank]
+        if self.slices and self.fault == "line before its bytes":
+            mail.store(slot, LINE, (0, sequence), True)
+        for index in self.rng.sample(range(size), size):
+            stamp = 0 if self.slices else sequence
+            at = BYTES + index if self.slices else index
+            mail.store(slot, at, (self.value(self.rank, count, index), stamp))
+        if self.slices:
+            mail.store(slot, LINE, (0, sequence), self.fault != "line without release")
+
+    def _receive(self, base: int, ordinal: int, size: int) -> bool:
+        (sequence, slot), mail = self._place(base, ordinal), self.mail[self.rank]
+        deadline = time.monotonic() + self.patience
+        for index in [LINE] if self.slices else range(size):
+            while True:
+                value, stamp = mail.load(slot, index)
+                if stamp == sequence or (self.fault == "sequence not checked" and stamp):
+                    break
+                if self.hung or time.monotonic() > deadline:
+                    return False
+            self._look(slot, index, value)
+        for index in range(size) if self.slices else ():
+            self._look(slot, index, mail.load(slot, BYTES + index)[0])
+        return True
+
+    def _look(self, slot: int, index: int, value: int) -> None:
+        if index != LINE and value != self.value(1 - self.rank, self.done, index):
+            self.wrong.append(f"exchange {self.done} cell {index}")
+
+
+def pair(seed: int, fault: str = "", start: int = 2, patience: float = 20.0, form: str = "words") -> list[Rank]:
     rng = random.Random(seed)
     sizes = [rng.choice([1, 3, 9]) for _ in range(COUNT)]
     mail = [Mail(9, random.Random(seed + i)) for i in range(2)]
-    return [Rank(r, mail, sizes, random.Random(seed + 10 + r), fault, start, patience=patience) for r in range(2)]
+    return [Rank(r, mail, sizes, random.Random(seed + 10 + r), fault, start, patience=patience, slices=form == "slices")
+            for r in range(2)]  # fmt: skip
 
 
 def run(ranks: list[Rank], replays: int) -> None:
@@ -116,22 +150,28 @@ def run(ranks: list[Rank], replays: int) -> None:
 
 @pytest.mark.parametrize("start", [2, (1 << 32) - 30])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_word_is_the_right_one(seed: int, start: int) -> None:
+@pytest.mark.parametrize("form", ["words", "slices"])
+def test_every_value_is_the_right_one(form: str, seed: int, start: int) -> None:
     """Across replays, across the wrap of the sequence, with ranks that drift apart by up to one exchange."""
-    ranks = pair(seed, start=start)
+    ranks = pair(seed, start=start, form=form)
     run(ranks, 8)
     for rank in ranks:
         assert rank.wrong == [] and not rank.hung and rank.done == 8 * COUNT
     assert ranks[0].following == ranks[1].following
 
 
-@pytest.mark.parametrize("fault", ["slot baked in", "sequence not checked"])
-def test_the_model_notices_broken_protocols(fault: str) -> None:
+@pytest.mark.parametrize(("fault", "form"), [
+    ("slot baked in", "words"), ("sequence not checked", "words"), ("slot baked in", "slices"),
+    ("sequence not checked", "slices"), ("line before its bytes", "slices"), ("line without release", "slices"),
+    ("pushed too early", "words")])  # fmt: skip
+def test_the_model_notices_broken_protocols(fault: str, form: str) -> None:
     noticed = False
     for seed in range(12):
-        ranks = pair(seed, fault, patience=0.3)
+        ranks = pair(seed, fault, patience=0.2, form=form)
         run(ranks, 6)
-        noticed = noticed or any(rank.wrong or rank.hung for rank in ranks)
+        noticed = any(rank.wrong or rank.hung for rank in ranks)
+        if noticed:
+            break
     assert noticed
 
 
@@ -147,9 +187,10 @@ def test_zero_would_be_taken_from_cleared_memory() -> None:
     assert noticed
 
 
-def test_dropped_peer_and_restart() -> None:
+@pytest.mark.parametrize("form", ["words", "slices"])
+def test_dropped_peer_and_restart(form: str) -> None:
     """A rank that falls silent is noticed in time; after both sides agree on a number and clear, all goes on."""
-    ranks = pair(5, patience=0.2)
+    ranks = pair(5, patience=0.2, form=form)
     ranks[1].stop_after = 2 * COUNT + 5
     began = time.monotonic()
     run(ranks, 6)
