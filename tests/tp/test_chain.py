@@ -17,7 +17,7 @@ from compiler.program.model import Program
 from runtime.bench import exchange as measured
 from runtime.cuda.chain import payloads
 from runtime.cuda.driver import DeviceError
-from runtime.cuda.self_test import choose, self_test
+from runtime.cuda.self_test import Trial, choose, self_test
 from tests import models
 from tests.emulator import toolchain
 from tests.tp import emulated_pair
@@ -123,6 +123,19 @@ def test_the_faster_one_is_chosen_and_the_rest_has_a_reason(pair: pytest.MonkeyP
     assert "3 exchanges took" in self_test(program, modules, devices, "peer").problem
     pair.setattr("runtime.cuda.self_test.peer_access", lambda devices: "device 0 cannot reach the memory of device 1")
     assert self_test(program, modules, devices, "peer").problem == "device 0 cannot reach the memory of device 1"
+
+
+def test_auto_takes_the_faster(pair: pytest.MonkeyPatch) -> None:
+    """As measured on the pair; staged copies are measured only where nothing else works."""
+    times = {"peer": 5.0, "host": 3.0}
+    pair.setattr("runtime.cuda.self_test.self_test", lambda program, modules, devices, transport, corrupt: Trial(
+        transport, times.get(transport, 0.0), "" if transport in times else "not asked for"))  # fmt: skip
+    program: Any = None
+    assert choose(program, program, []) == "host"
+    times["host"] = 9.0
+    assert choose(program, program, []) == "peer"
+    del times["peer"]
+    assert choose(program, program, []) == "host"
 
 
 @pytest.fixture
