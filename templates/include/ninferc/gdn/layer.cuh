@@ -81,7 +81,8 @@ struct LayerPlace {
   u32 first_row;  // of the state
   bool first_part;
   i64 old_record, new_record;  // first record of this step's parity and of the other
-  NINFERC_DEVICE i64 column(const LayerOperands& p, u32 t) const { return i64(lane) * p.conv.width + t; }
+  // Offset of column t of the lane in rows of `stride` values: a step has few columns, 32 bits hold it.
+  NINFERC_DEVICE u32 row(const LayerOperands& p, u32 t, i32 stride) const { return (lane * u32(p.conv.width) + t) * u32(stride); }
 };
 
 // Records begin … begin + count - 1 on their way to shared memory; returns the α that this thread has to put there.
@@ -127,7 +128,7 @@ NINFERC_DEVICE void layer_gates(const LayerOperands& p, LayerShared<S>& m, const
 #pragma unroll 1
   for (u32 first = 0; first < columns; first += S::gate_tile) {
     if (first > 0) sync_block();  // the parts of the tile before have been added
-    const bf16* const row = p.h + at.column(p, first + group) * p.h_stride;
+    const bf16* const row = p.h + at.row(p, first + group, p.h_stride);
 #pragma unroll 1
     for (u32 eighth = warp_id(); eighth < gate_warps; eighth += S::warps) {
       const u32 begin = eighth * per_eighth, end = begin + per_eighth < groups ? begin + per_eighth : groups;
@@ -144,7 +145,7 @@ NINFERC_DEVICE void layer_gates(const LayerOperands& p, LayerShared<S>& m, const
 #pragma unroll
           for (u32 h = 0; h < halves; ++h) {
             a[i][h] = u32x4{0, 0, 0, 0};
-            if (first + group + 8 * h < columns && inside) a[i][h] = ld_cg<u32x4>(row + i64(8 * h) * p.h_stride + k);
+            if (first + group + 8 * h < columns && inside) a[i][h] = ld_cg<u32x4>(row + 8 * h * u32(p.h_stride) + k);
           }
         }
 #pragma unroll
@@ -179,16 +180,20 @@ struct LayerConv {
   const bool active, owner;
   const u32 part, turn;  // part: 0 q, 1 k, 2 v
   const i32 channel;
+  const bf16* const source;  // of the raw columns
+  const i32 stride;
   Taps<4> taps;
   Channels<4> history[3], raw[S::stage];
 
-  NINFERC_DEVICE explicit LayerConv(const LayerPlace& at)
+  NINFERC_DEVICE LayerConv(const LayerOperands& p, const LayerPlace& at)
       : active(warp_id() < 3 * S::turns && lane_id() * 4 < (warp_id() % 3 == 2 ? S::own : S::dk)),
         owner(active && (warp_id() % 3 == 2 || (at.head % S::share == 0 && at.first_part))),
         part(warp_id() % 3),
         turn(warp_id() / 3),
         channel(active ? i32((part == 2 ? 2 * S::key_heads * S::dk + at.head * S::dv + at.first_row
-                                        : (part * S::key_heads + at.key_head) * S::dk) + lane_id() * 4) : 0) {}
+                                        : (part * S::key_heads + at.key_head) * S::dk) + lane_id() * 4) : 0),
+        source(raw_column(p.conv, channel, 0)),
+        stride(channel < p.conv.split ? p.conv.x_stride : p.conv.x2_stride) {}
 
   // What is loaded behind the fold, when there are registers for it, comes as far as L2.
   NINFERC_DEVICE void prefetch(const LayerOperands& p, const Slot& s) const {
@@ -208,23 +213,17 @@ struct LayerConv {
   NINFERC_DEVICE void request(const LayerOperands& p, const LayerPlace& at, u32 begin, u32 count) {
 #pragma unroll
     for (u32 t = 0; t < S::stage; ++t)
-      raw[t] = active && t < count ? load_channels<4>(raw_column(p.conv, channel, at.column(p, begin + t))) : Channels<4>{};
+      raw[t] = active && t < count ? load_channels<4>(source + at.row(p, begin + t, stride)) : Channels<4>{};
   }
-  // Convolves the columns of the stage: normalised q and k and v into shared memory, what is recorded into the records.
-  NINFERC_DEVICE void place(const LayerOperands& p, LayerShared<S>& m, const LayerPlace& at, const Slot& s, u32 begin,
-                            u32 count) {
+  // Convolves the columns of the stage: normalised q and k and v into shared memory, k into the records.
+  NINFERC_DEVICE void place(const LayerOperands& p, LayerShared<S>& m, const LayerPlace& at, u32 begin, u32 count) {
     const u32 piece = lane_id();
-    if (begin == 0 && turn == 0 && owner) {
-#pragma unroll
-      for (i32 j = 0; j < 3; ++j) store_channels<4>(window_column(p.conv, s, 1 - s.parity, j) + channel, history[j]);
-    }
 #pragma unroll
     for (u32 t = 0; t < S::stage; ++t) {
       if (t >= count || t % S::turns != turn || warp_id() >= 3 * S::turns) continue;
       Channels<4> u[4];
 #pragma unroll
       for (u32 j = 0; j < 4; ++j) u[j] = t + j < 3 ? history[t + j < 3 ? t + j : 0] : raw[t + j < 3 ? 0 : t + j - 3];
-      if (owner) store_channels<4>(record_column(p.conv, s, 1 - s.parity, i32(begin + t)) + channel, raw[t]);
       const Channels<4> y = active ? taps.column(u) : Channels<4>{};
       const f32 x[4] = {bf16x2_lo(y.pair[0]), bf16x2_hi(y.pair[0]), bf16x2_lo(y.pair[1]), bf16x2_hi(y.pair[1])};
       if (part == 2) {
@@ -242,6 +241,17 @@ struct LayerConv {
         m.q[t][piece] = f32x4{x[0] * scaled, x[1] * scaled, x[2] * scaled, x[3] * scaled};
       }
     }
+  }
+  // Records the raw columns of the stage, and with the first stage the window they follow, both of the other parity.
+  NINFERC_DEVICE void record(const LayerOperands& p, const Slot& s, u32 begin, u32 count) {
+    if (begin == 0 && turn == 0 && owner) {
+#pragma unroll
+      for (i32 j = 0; j < 3; ++j) store_channels<4>(window_column(p.conv, s, 1 - s.parity, j) + channel, history[j]);
+    }
+#pragma unroll
+    for (u32 t = 0; t < S::stage; ++t)
+      if (owner && t < count && t % S::turns == turn)
+        store_channels<4>(record_column(p.conv, s, 1 - s.parity, i32(begin + t)) + channel, raw[t]);
     if constexpr (S::bucket > S::stage) {  // a stage that another one follows is full
 #pragma unroll
       for (u32 j = 0; j < 3; ++j) history[j] = raw[S::stage - 3 + j];
@@ -333,7 +343,7 @@ NINFERC_DEVICE void layer(const LayerOperands& p) {
   f32* const state = p.recurrent + ((i64(slot.slot) * S::value_heads + at.head) * S::dv + at.first_row + first) * S::dk + sub * 4;
   f32 fold_alpha = copy_records<S>(p, m, at, 0, pending < S::fold_stage ? pending : S::fold_stage);
   cp_async_commit();
-  LayerConv<S> conv(at);
+  LayerConv<S> conv(p, at);
   conv.prefetch(p, slot);
 
   if constexpr (S::settled == Settled::hidden) {
@@ -392,26 +402,28 @@ NINFERC_DEVICE void layer(const LayerOperands& p) {
   const bool norm_stores = norm_active && norm_part * 8 / S::own == blockIdx.x % S::parts;
   u32x4 norm_weight{0, 0, 0, 0};
   if (norm_active) norm_weight = ld_nc<u32x4>(p.norm_w + norm_part * 8);
+  outputs.meet();
   if constexpr (S::settled != Settled::nothing) grid_dependency_wait();
 
   // 2. this step's columns
   conv.request(p, at, 0, stage_count<S>(columns, 0));
-  outputs.meet();
 #pragma unroll 1
   for (u32 begin = 0; begin < columns; begin += S::stage) {
     const u32 count = stage_count<S>(columns, begin);
-    if (begin > 0) {  // not kept over a stage: the registers are short
-      conv.load_taps(p);
+    if (begin > 0) {
+      sync_block();  // the columns of the stage before have been read
+      conv.load_taps(p);  // not kept over a stage: the registers are short
       conv.request(p, at, begin, count);
     }
     const bool normalises = norm_active && norm_column < count;
     u32x4 gate{0, 0, 0, 0};
     if (normalises)
-      gate = ld_global<u32x4>(p.z + at.column(p, begin + norm_column) * p.z_stride + at.head * S::dv + norm_part * 8);
+      gate = ld_global<u32x4>(p.z + at.row(p, begin + norm_column, p.z_stride) + at.head * S::dv + norm_part * 8);
     if constexpr (S::settled != Settled::hidden) {
       if (begin == 0) layer_gates<S>(p, m, at, columns, a_log, dt_bias);
     }
-    conv.place(p, m, at, slot, begin, count);
+    conv.place(p, m, at, begin, count);
+    conv.record(p, slot, begin, count);
     sync_block();
 #pragma unroll 1
     for (u32 i = 0; i < count; ++i) {
@@ -438,7 +450,7 @@ NINFERC_DEVICE void layer(const LayerOperands& p) {
     const u32x4 out = gated_norm_part<S::dv>(value, gate, norm_weight, p.eps);
     ++outputs.stage;
     if (normalises && norm_stores)
-      st_global(p.y + at.column(p, begin + norm_column) * p.y_stride + at.head * S::dv + norm_part * 8, out);
+      st_global(p.y + at.row(p, begin + norm_column, p.y_stride) + at.head * S::dv + norm_part * 8, out);
     if constexpr (S::bucket <= S::stage) break;  // says that nothing above is needed again
   }
 }
