@@ -121,6 +121,11 @@ class Bench:
             params.blockDimX, params.blockDimY, params.blockDimZ = spec.block, 1, 1
             params.sharedMemBytes, params.kernelParams = spec.smem, packed.address
             node = call(driver.cuGraphAddKernelNode(graph, [], 0, params), spec.entry)
+            if spec.cluster != (1, 1, 1):
+                value = driver.CUkernelNodeAttrValue()
+                value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = spec.cluster
+                attribute = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+                call(driver.cuGraphKernelNodeSetAttribute(node, attribute, value), spec.entry)
             if previous is not None:
                 edge = driver.CUgraphEdgeData()
                 if self.programmatic:

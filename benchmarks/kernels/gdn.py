@@ -1,8 +1,9 @@
 """Time the Gated DeltaNet kernels on the GPU at hand at the shapes of a 27B model: 48 value heads, 16 key heads, 128.
 
-    python -m benchmarks.kernels.gdn [--only decode|prefill|rest] [--rows 1|2] [--warps 1|2|4] [--plain] [-o FILE.json]
+    python -m benchmarks.kernels.gdn [--only layer|decode|prefill|rest] [--rows 1|2] [--warps 1|2|4] [--plain] [-o FILE.json]
 
-Decode: the recurrence of many layers as neighbours in a graph, each with its own states, together larger than the L2
+Layer: the fused kernel of a decode step, as programs launch it (``hidden``: what is settled is taken before the wait) and
+waiting first. Decode: the recurrence of many layers as neighbours in a graph, each with its own states, together larger than the L2
 cache; GB/s counts the states once read and once written. Prefill: prompts of 1,024 and 8,192 rows in calls of 1,024,
 chunked (and its two kernels alone) and as a recurrence. Nodes are joined by programmatic edges where the device has them
 (``--plain``: ordinary edges). The roofline is a read kernel, measured in the same run.
@@ -29,6 +30,7 @@ from compiler.kernels.conv import conv_spec
 from compiler.kernels.gated_norm import gated_norm_spec
 from compiler.kernels.gdn_decode import recurrent_spec
 from compiler.kernels.gdn_gates import gates_spec
+from compiler.kernels.gdn_layer import LayerOps, layer_spec
 from compiler.kernels.gdn_prefill import carry_shared, carry_spec, intra_spec
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.ops.gdn import lower_prefill
@@ -70,12 +72,17 @@ class GdnBench(Bench):
                             ("slot_pending", [pending] * LANES), ("slot_parity", [0] * LANES)):  # fmt: skip
             self.put(name, 256, np.array(value, np.int32))
 
-    def bound(self, spec: KernelSpec, layer: int = 0, **widths: int) -> tuple[KernelSpec, PackedArgs]:
-        """The kernel with its arguments for one of the layers; ``widths`` replace row strides."""
+    def bound(self, spec: KernelSpec, layer: int = 0, names: Mapping[str, str] | None = None,
+              **widths: int) -> tuple[KernelSpec, PackedArgs]:  # fmt: skip
+        """The kernel with its arguments for one of the layers; ``names`` maps arguments to memory of another name ("": none),
+        ``widths`` replace row strides."""
         strides = {**ROWS, **widths}
         out = []
-        for name in spec.args:
-            if name in spec.scalars:
+        for argument in spec.args:
+            name = (names or {}).get(argument, argument)
+            if name == "":
+                out.append(Arg(argument, "null"))
+            elif name in spec.scalars:
                 number = spec.scalars[name]
                 out.append(Arg(name, "float" if isinstance(number, float) else "int", number=number))
             elif name in self.memory:
@@ -134,6 +141,24 @@ def decode(bench: GdnBench, caps: DeviceCaps, lanes: int, width: int, tile: Mapp
             "us": seconds * 1e6, "kernel": spec.entry}  # fmt: skip
 
 
+def layer(bench: GdnBench, caps: DeviceCaps, lanes: int, width: int, settled: str) -> dict[str, Any]:
+    """The fused kernel; the average over the layers of a graph."""
+    known = types(lanes, lanes * width)
+    by_kind = {"gdn_gates": known, "conv": {**known, "x": known["y"]}, "gdn": known,
+               "gated_norm": {**known, "w": TensorType((DIM,), "bf16"), "y": known["o"]}}  # fmt: skip
+    ops = LayerOps(op("gdn_gates"), op("conv", phase="decode"), op("gdn", phase="decode", **HEADS),
+                   op("gated_norm", eps=1e-6, heads=VALUE_HEADS, dim=DIM))  # fmt: skip
+    spec = layer_spec(ops, by_kind, lanes, width, settled, caps)
+    bench.tables(lanes, width, max(1, width // 2))
+    names = {"h": "x", "x": "y", "x2": "", "y": "o", "conv_w": "w", "norm_w": "w"}
+    strides = {"h": HIDDEN, "x": CHANNELS, "x2": 0, "y": VALUES}
+    sequence = [bench.bound(spec, number, names, **strides) for number in range(bench.layers)]
+    seconds = measure(bench, sequence) / bench.layers
+    rate = 2 * lanes * STATE_BYTES / seconds / 1e9
+    return {"case": f"gdn layer {settled} T{width} B{lanes}", "metric": "state rate", "value": rate, "unit": "GB/s",
+            "us": seconds * 1e6, "kernel": spec.entry}  # fmt: skip
+
+
 def prefill(bench: GdnBench, caps: DeviceCaps, rows: int, tile: Mapping[str, int]) -> Iterable[dict[str, Any]]:
     """A prompt of ``rows`` in calls of 1,024: chunked, its kernels alone, and the recurrence."""
     whole, known = op("gdn", phase="prefill", **HEADS), types(1, CHUNK)
@@ -175,7 +200,7 @@ def rest(bench: GdnBench, caps: DeviceCaps) -> Iterable[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", choices=("decode", "prefill", "rest"))
+    parser.add_argument("--only", choices=("layer", "decode", "prefill", "rest"))
     parser.add_argument("--rows", type=int, choices=(1, 2), help="state rows per group of lanes in decode")
     parser.add_argument("--warps", type=int, choices=(1, 2, 4), help="warps per block in decode and across chunks")
     parser.add_argument("--layers", type=int, default=48)
@@ -199,6 +224,11 @@ def main() -> int:
         share = f" {100 * row['roofline']:5.1f}% of the read kernel" if "roofline" in row else ""
         print(f"{row['case']:40} {row['us']:9.2f} us {row['value']:8.2f} {row['unit']} {row['metric']}{share}", flush=True)
 
+    if options.only in (None, "layer"):
+        for lanes in (1, 8):
+            for width in (1, 4, 8):
+                for settled in ("hidden", "nothing"):
+                    report(layer(bench, caps, lanes, width, settled))
     if options.only in (None, "decode"):
         for lanes in (1, 8):
             for width in (1, 4, 8):
