@@ -51,6 +51,7 @@ class Product:
     segments: int = 1
     epilogue: str = "store"  # store, store_f32, push_f32, swiglu, residual
     norm: bool = False  # rmsnorm of x in the prologue
+    keep: bool = False  # and the normalised x stored as well
 
     @property
     def key(self) -> str:
@@ -192,6 +193,8 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
         return False
     if tile.stages < (2 if tile.resident else 3) or (product.norm and not tile.resident):
         return False
+    if product.keep and product.bucket > product.block_columns:
+        return False
     if tile.split and (product.segments == 1 or product.epilogue == "swiglu" or product.norm):
         return False
     smem = shared_bytes(product, tile)
@@ -253,10 +256,11 @@ def candidates(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
 def choose(product: Product, caps: DeviceCaps) -> Tile:
     """The tile of the device profile where one names the product, else the built-in choice. Raises IRError when no tile
     fits the target."""
-    if fields := tile_fields(product.key, caps.arch, caps.sms):
-        tuned = Tile(**fields)
-        if fits(product, tuned, caps):
-            return tuned
+    for key in dict.fromkeys((product.key, replace(product, norm=False).key)):  # a norm in front seldom changes the best tile
+        if fields := tile_fields(key, caps.arch, caps.sms):
+            tuned = Tile(**fields)
+            if fits(product, tuned, caps):
+                return tuned
     tile = min(_tiles(product, caps), key=lambda tile: _slowdown(product, tile, caps), default=None)
     if tile is None:
         raise IRError(f"product [{product.n}, {product.k}] {product.format} at {product.bucket} columns: no tile fits the "
@@ -288,7 +292,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
     args = ["x", "x_stride", "w_codes", "w_high", "w_scales", "w_divisor"]
     scalars: dict[str, int | float] = {"columns": product.columns}
     if norm:
-        args.append("norm_w")
+        args += ["norm_w", "normed"] if product.keep else ["norm_w"]
     if product.epilogue == "residual":
         args += ["residual", "residual_stride"]
     scratch: dict[str, int] = {}
@@ -304,12 +308,12 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         scalars["eps"] = eps
     return KernelSpec(
         entry=f"linear_{product.kernel_format}_n{product.n}_k{product.k}_c{product.bucket}{suffix}{'_norm' if norm else ''}"
-        f"_{caps.arch.replace('_', '')}",
+        f"{'_keep' if product.keep else ''}_{caps.arch.replace('_', '')}",
         template="linear_columns.cu.j2",
         params={"format": product.kernel_format, "n": product.n, "k": product.k, "bucket": product.block_columns,
                 "column_blocks": product.bucket // product.block_columns, "segments": product.segments,
                 "slices": product.slices, "mtiles": tile.mtiles, "warps_r": tile.warps_r, "warps_k": tile.warps_k,
-                "stages": tile.stages, "resident": tile.resident, "split": tile.split, "norm": norm,
+                "stages": tile.stages, "resident": tile.resident, "split": tile.split, "norm": norm, "keep": product.keep,
                 "epilogue": product.epilogue, "release": tile.release, "threads": threads,
                 "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
         grid=(blocks, 1, 1),
@@ -320,6 +324,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         scratch=scratch,
         zeroed=frozenset({"arrivals"}) if tile.split else frozenset(),
         waits_first=True,
+        published=("normed",) if product.keep else (),
         reason=f"{blocks} blocks of {tile.warps_r} x {tile.warps_k} warps, {16 * tile.mtiles} rows a tile, K in "
         f"{product.segments * product.slices} slices, {tile.stages} stages, activations "
         f"{'resident' if tile.resident else 'streamed'}{', a segment per block' if tile.split else ''}, dependents released "
@@ -330,25 +335,25 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
 _EPILOGUES = {"linear": "store", "linear_swiglu": "swiglu", "linear_residual": "residual"}
 
 
-def product_of(op: Op, types: Mapping[str, TensorType], format: str, norm: bool = False) -> Product:
+def product_of(op: Op, types: Mapping[str, TensorType], format: str, norm: bool = False, keep: bool = False) -> Product:
     """The product of a ``linear``, ``linear_swiglu`` or ``linear_residual`` op whose weight has the artifact's ``format``."""
     n, k = types["w"].shape
     segments = op.int_attr("segments") if "segments" in op.attrs else 1
     epilogue = "push_f32" if "sequence" in op.inputs else "store_f32" if op.attrs.get("f32") else _EPILOGUES[op.kind]
-    return Product(format, n, k, types["x"].shape[0], segments, epilogue, norm)
+    return Product(format, n, k, types["x"].shape[0], segments, epilogue, norm, keep)
 
 
 def linear_spec(op: Op, types: Mapping[str, TensorType], format: str, x_row: int, caps: DeviceCaps,
-                norm: Op | None = None) -> KernelSpec:  # fmt: skip
+                norm: Op | None = None, keep: bool = False) -> KernelSpec:  # fmt: skip
     """Kernel of a product op; ``x_row`` is the width of the value that x views (its row stride in elements).
 
     ``norm``: an rmsnorm op to compute in the prologue; the fused call then has its input as ``x`` and its weight as
-    ``norm_w``. Raises IRError when no kernel serves the op.
+    ``norm_w``, and with ``keep`` its output as ``normed``. Raises IRError when no kernel serves the op.
     """
     x = (norm or op).inputs["x"]
     require(x.offset % 8 == 0 and x_row % 8 == 0, op,
             f"x is columns {x.offset} … of rows of {x_row}; both must be multiples of 8 (16-byte loads)")  # fmt: skip
-    product = product_of(op, types, format, norm is not None)
+    product = product_of(op, types, format, norm is not None, keep)
     if reason := problem(product, caps):
         raise IRError(f"op {op.kind} (layer {op.layer}): {reason}")
     spec = spec_of(product, choose(product, caps), caps, norm.float_attr("eps") if norm else 0.0)

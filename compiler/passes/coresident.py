@@ -1,7 +1,8 @@
 """Kernels that wait for other blocks must find room beside whatever else may run: checked on the schedule of two ranks.
 
 An exchange waits for the other rank. With a device per rank all blocks that wait must be resident at once. On one device (a
-test mode) each rank is compiled for half the multiprocessors; then, at worst, a rank's waiting blocks hold one multiprocessor each, and every kernel of the other rank must do with the other half, or share:
+test mode) each rank is compiled for half the multiprocessors; then, at worst, a rank's waiting blocks hold one multiprocessor
+each, and every kernel of the other rank must do with the other half, or share:
 
 * blocks that wait are at most as many as multiprocessors that the rank is compiled for;
 * every block fits a multiprocessor that holds nothing else;

@@ -12,6 +12,7 @@ from compiler.kernels import exchange
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.passes.early import check_early, settled
 from compiler.passes.gdn_layer import gdn_layer_at
+from compiler.passes.norm_prologue import norm_prologue_at
 from compiler.passes.schedule import Group
 
 
@@ -106,6 +107,10 @@ def select(graph: OpGraph, caps: DeviceCaps) -> list[Group]:
         if (norm := norm_behind(graph, node)) is not None:
             groups.append(exchange_and_norm(graph, node, norm, caps))
             fused.add(norm)
+            continue
+        if op.kind == "rmsnorm" and (product := norm_prologue_at(graph, node, caps)) is not None:
+            groups.append(product)
+            fused.update(product.nodes)
             continue
         if op.kind == "gdn_gates" and (layer := gdn_layer_at(graph, node, caps, groups)) is not None:
             groups.append(layer)

@@ -45,16 +45,16 @@ def activations(rng: np.random.Generator, columns: int, k: int) -> Array:
 
 
 def launch(backend: Any, product: Product, weights: Weights, x: Array, tile: Tile | None = None, residual: Array | None = None,
-           norm_w: Array | None = None, pad: int = 0) -> Array:  # fmt: skip
+           norm_w: Array | None = None, normed: Array | None = None, pad: int = 0) -> Array:  # fmt: skip
     """The output [columns, outputs] of one launch; ``pad`` more elements per row on every strided operand, checked to be
     untouched."""
     target = backend.caps()
     spec = spec_of(product, tile or choose(product, target), target, EPS)
-    return launch_spec(backend, spec, product, weights, x, residual, norm_w, pad)
+    return launch_spec(backend, spec, product, weights, x, residual, norm_w, normed, pad)
 
 
 def launch_spec(backend: Any, spec: KernelSpec, product: Product, weights: Weights, x: Array, residual: Array | None = None,
-                norm_w: Array | None = None, pad: int = 0) -> Array:  # fmt: skip
+                norm_w: Array | None = None, normed: Array | None = None, pad: int = 0) -> Array:  # fmt: skip
     def padded(array: Array) -> Array:
         wide = poisoned((array.shape[0], array.shape[1] + pad), "bf16")
         wide[:, : array.shape[1]] = array
@@ -62,8 +62,8 @@ def launch_spec(backend: Any, spec: KernelSpec, product: Product, weights: Weigh
 
     wide_x = padded(x)
     y = poisoned((product.columns, product.outputs + pad), "f32" if product.epilogue == "store_f32" else "bf16")
-    values: dict[str, Any] = {"x": wide_x, "x_stride": wide_x.shape[1], "norm_w": norm_w, "y": y, "y_stride": y.shape[1],
-                              **spec.scalars}  # fmt: skip
+    values: dict[str, Any] = {"x": wide_x, "x_stride": wide_x.shape[1], "norm_w": norm_w, "normed": normed, "y": y,
+                              "y_stride": y.shape[1], **spec.scalars}  # fmt: skip
     values |= zip(("w_codes", "w_high", "w_scales", "w_divisor"), weights.pointers(), strict=True)
     if residual is not None:
         values["residual"] = padded(residual)
@@ -217,13 +217,16 @@ def test_norm_prologue(kernel_backend: Any, columns: int) -> None:
     product = Product("NVFP4", 256, 640, columns, 1, "swiglu", norm=True)
     weights, x = random_weights(rng, "NVFP4", 256, 640), activations(rng, columns, 640)
     norm_w = to_bf16(rng.standard_normal(640) / 4)
-    fused = launch(kernel_backend, product, weights, x, norm_w=norm_w)
+    kept = poisoned((columns, 640))
+    fused = launch(kernel_backend, replace(product, keep=True), weights, x, norm_w=norm_w, normed=kept)
+    assert np.array_equal(fused, launch(kernel_backend, product, weights, x, norm_w=norm_w))
     types = {name: TensorType((columns, 640), "bf16") for name in ("x", "y")}
     op = Op("rmsnorm", {"x": Ref("x"), "w": Ref("w")}, {"y": Ref("y")}, attrs={"eps": EPS})
     norm = rmsnorm_spec(op, types, kernel_backend.caps())
     normed = poisoned((columns, 640))
     kernel_backend.launch(norm, render(norm.template, norm.entry, norm.params), [x, 640, norm_w, normed, 640, EPS])
     plain = replace(product, norm=False)
+    assert np.array_equal(kept, normed)
     assert np.array_equal(fused, launch(kernel_backend, plain, weights, normed))
     assert_close_to_fp64(fused, reference(plain, weights, normed), "bf16")
 

@@ -2,6 +2,7 @@
 // once per block (resident), or chunk by chunk in a ring shared by the warps that work on the same slice.
 #pragma once
 #include <ninferc/base/async.cuh>
+#include <ninferc/base/grid.cuh>
 #include <ninferc/base/types.cuh>
 #include <ninferc/base/vec.cuh>
 #include <ninferc/base/warp.cuh>
@@ -29,7 +30,7 @@ struct Activations {
 template <class G>
 NINFERC_DEVICE void norm_factors(f32* scratch, const Activations& in, f32 eps) {
   for (u32 task = warp_id(); task < G::bucket * sumsq_parts; task += G::threads / 32) {
-    const f32 part = sumsq_part(in.at(task / sumsq_parts, 0), G::k, task % sumsq_parts);
+    const f32 part = sumsq_part_at_once<G::k>(in.at(task / sumsq_parts, 0), task % sumsq_parts);
     if (lane_id() == 0) scratch[task] = part;
   }
   sync_block();
@@ -45,37 +46,67 @@ NINFERC_DEVICE u32 norm_pair(u32 x, u32 w, f32 factor) {
   return pack_bf16x2(offset_norm(a.x, factor, b.x), offset_norm(a.y, factor, b.y));
 }
 
+// The norm of a product's activations in its prologue.
+struct Prologue {
+  const bf16* weight;
+  bf16* kept;    // the normalised rows [columns, K], which the blocks store in turn; or null
+  f32* scratch;  // of norm_factors
+  f32 eps;
+};
+
 // Brings the activations of the block's segments into shared memory, normalised if the geometry says so, by all threads;
-// ends with a barrier.
-template <class G>
-NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, u32 first_chunk, const bf16* norm_w, f32* norm_scratch,
-                                   f32 eps) {
-  if constexpr (G::norm) norm_factors<G>(norm_scratch, in, eps);
+// ends with a barrier.  `ready` returns when they may be read; weights of the norm are loaded before.
+template <class G, class Ready>
+NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, u32 first_chunk, const Prologue& norm, Ready&& ready) {
   constexpr u32 pieces = G::block_segments * G::chunks * 16, total = G::bucket * pieces;
   constexpr u32 batch = total >= 4 * G::threads ? 4 : ceil_div(total, G::threads);
-  for (u32 first = threadIdx.x; first < total; first += batch * G::threads) {
-    u32x4 x[batch], w[batch];
+  constexpr u32 rounds = ceil_div(total, batch * G::threads);
+  const auto column_of = [&](u32 piece) { return G::chunk_begin(first_chunk + piece / 16) + piece % 16 * 8; };
+  const auto inside = [&](u32 index) {
+    const u32 piece = index % pieces;
+    return index < total && (G::whole_x || column_of(piece) < G::chunk_end(first_chunk + piece / 16));
+  };
+  u32x4 w[G::norm ? batch : 1];
+  const auto load_weights = [&](u32 first) {
+    if constexpr (G::norm) {
+#pragma unroll
+      for (u32 i = 0; i < batch; ++i) {
+        const u32 index = first + i * G::threads;
+        w[i] = inside(index) ? ld_nc<u32x4>(norm.weight + column_of(index % pieces)) : u32x4{0, 0, 0, 0};
+      }
+    }
+  };
+  load_weights(threadIdx.x);
+  ready();
+#pragma unroll 1
+  for (u32 round = 0; round < rounds; ++round) {
+    const u32 first = threadIdx.x + round * batch * G::threads;
+    u32x4 x[batch];
 #pragma unroll
     for (u32 i = 0; i < batch; ++i) {  // all loads of a batch before the first store
-      const u32 index = first + i * G::threads, number = first_chunk + index % pieces / 16;
-      const u32 k = G::chunk_begin(number) + index % 16 * 8;
-      const bool inside = index < total && (G::whole_x || k < G::chunk_end(number));
-      x[i] = inside ? ld_global<u32x4>(in.at(index / pieces, k)) : u32x4{0, 0, 0, 0};
-      if constexpr (G::norm) w[i] = inside ? ld_nc<u32x4>(norm_w + k) : u32x4{0, 0, 0, 0};
+      const u32 index = first + i * G::threads;
+      x[i] = inside(index) ? ld_global<u32x4>(in.at(index / pieces, column_of(index % pieces))) : u32x4{0, 0, 0, 0};
     }
+    if (round != 0) load_weights(first);
+    else if constexpr (G::norm) norm_factors<G>(norm.scratch, in, norm.eps);
 #pragma unroll
     for (u32 i = 0; i < batch; ++i) {
       const u32 index = first + i * G::threads, column = index / pieces, piece = index % pieces;
       if (index >= total) break;
       if constexpr (G::norm) {
-        const f32 factor = norm_scratch[G::bucket * sumsq_parts + column];
+        const f32 factor = norm.scratch[G::bucket * sumsq_parts + column];
         x[i] = u32x4{norm_pair(x[i].x, w[i].x, factor), norm_pair(x[i].y, w[i].y, factor),
                      norm_pair(x[i].z, w[i].z, factor), norm_pair(x[i].w, w[i].w, factor)};
+        if constexpr (G::keep) {  // every block has the whole rows
+          if (index % gridDim.x == blockIdx.x && column < in.columns && inside(index))
+            st_global(norm.kept + u64(column) * G::k + column_of(piece), x[i]);
+        }
       }
       st_shared(to + column * G::x_pitch + piece / 16 * 256 + G::piece_slot(piece % 16) * 16,
                 order_columns<G::format>(x[i]));
     }
   }
+  if constexpr (G::norm && G::keep) fence_gpu();  // dependents, which start after this, may read the rows before they wait
   sync_block();
 }
 

@@ -81,12 +81,16 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
     if constexpr (G::resident) cp_async_commit();
     advance();
   }
-  grid_dependency_wait();
-  if constexpr (G::epilogue == Epilogue::push_f32) args.push.open();
-  if constexpr (G::release == Release::early) grid_launch_dependents();
   if constexpr (G::resident) {
-    stage_resident<G>(base + G::x_base, in, first_chunk, args.norm_w, reinterpret_cast<f32*>(smem + G::norm_base), args.eps);
+    const Prologue norm{args.norm_w, args.normed, reinterpret_cast<f32*>(smem + G::norm_base), args.eps};
+    stage_resident<G>(base + G::x_base, in, first_chunk, norm, [&]() {
+      grid_dependency_wait();
+      if constexpr (G::release == Release::early && !G::keep) grid_launch_dependents();
+    });
+    if constexpr (G::release == Release::early && G::keep) grid_launch_dependents();
   } else {
+    grid_dependency_wait();
+    if constexpr (G::release == Release::early) grid_launch_dependents();
     ChunkWalk<G> walk(first_chunk, warp_k, first_tile, tile_step);
 #pragma unroll 1
     for (u32 stage = 0; stage + 1 < stages; ++stage) {
@@ -97,6 +101,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
     cp_async_wait<stages - 2>();
     x_copier.order(x_stage(0));
   }
+  if constexpr (G::epilogue == Epilogue::push_f32) args.push.open();
 
   const u32 x_lane = lane_id() / 4 % G::bucket * G::x_pitch + lane_id() % 4 * 16;  // column and piece of this lane
   u32 buffer = 0, finisher = 0;

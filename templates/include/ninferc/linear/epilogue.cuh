@@ -21,6 +21,7 @@ struct LinearArguments {
   const u8* scales;
   const f32* divisor;
   const bf16* norm_w;
+  bf16* normed;
   f32 eps;
   const bf16* residual;
   u32 residual_stride;

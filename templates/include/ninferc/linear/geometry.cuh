@@ -23,7 +23,7 @@ enum class Epilogue : u32 { store, store_f32, push_f32, swiglu, residual };
 enum class Release : u32 { early, late, end };
 
 // Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, split,
-// norm, release.
+// norm, keep (the normalised activations are stored as well), release.
 template <class Config>
 struct LinearGeometry : Config {
   using Traits = FormatTraits<Config::format>;
@@ -87,6 +87,7 @@ struct LinearGeometry : Config {
   static_assert(Config::resident || Config::stages >= 3, "ordering activations takes one stage of the ring");
   static_assert(!Config::split || (segments > 1 && !swiglu && !Config::norm), "only rows of parallel parts are split");
   static_assert(!Config::norm || Config::resident, "the norm needs the whole activations");
+  static_assert(!Config::keep || (Config::norm && Config::column_blocks == 1), "normalised rows are stored whole");
 
   // Weight row of row r (0..15) of 16-output subtile `subtile`.  nvfp4 takes four rows of each quarter of a block of 128,
   // whose scales lie side by side.

@@ -25,6 +25,26 @@ NINFERC_DEVICE f32 sumsq_part(const bf16* row, u32 width, u32 part) {
   return warp_sum(sum);
 }
 
+// The same with the width known: all loads are in flight together.
+template <u32 width>
+NINFERC_DEVICE f32 sumsq_part_at_once(const bf16* row, u32 part) {
+  constexpr u32 rounds = (width / 2 + 32 * sumsq_parts - 1) / (32 * sumsq_parts);
+  u32 held[rounds];
+#pragma unroll
+  for (u32 i = 0; i < rounds; ++i) {
+    const u32 pair = (i * sumsq_parts + part) * 32 + lane_id();
+    held[i] = pair < width / 2 ? ld_global<u32>(row + 2 * pair) : 0;
+  }
+  f32 sum = 0;
+#pragma unroll
+  for (u32 i = 0; i < rounds; ++i) {
+    const f32x2 x = unpack_bf16x2(held[i]);
+    sum = fmaf(x.x, x.x, sum);
+    sum = fmaf(x.y, x.y, sum);
+  }
+  return warp_sum(sum);
+}
+
 // All parts, in order.
 NINFERC_DEVICE f32 sumsq_total(const f32* parts) {
   f32 total = parts[0];
