@@ -3,8 +3,8 @@
     python -m benchmarks.kernels.gdn [--only layer|decode|prefill|rest] [--rows 1|2] [--warps 1|2|4] [--plain] [-o FILE.json]
 
 Layer: the fused kernel of a decode step, as programs launch it (``hidden``: what is settled is taken before the wait) and
-waiting first. Decode: the recurrence of many layers as neighbours in a graph, each with its own states, together larger than the L2
-cache; GB/s counts the states once read and once written. Prefill: prompts of 1,024 and 8,192 rows in calls of 1,024,
+waiting first. Decode: the recurrence of many layers as neighbours in a graph, each with its own states, together larger than
+the L2 cache; GB/s counts the states once read and once written. Prefill: prompts of 1,024 and 8,192 rows in calls of 1,024,
 chunked (and its two kernels alone) and as a recurrence. Nodes are joined by programmatic edges where the device has them
 (``--plain``: ordinary edges). The roofline is a read kernel, measured in the same run.
 """
@@ -98,8 +98,9 @@ def types(lanes: int, columns: int) -> dict[str, TensorType]:
     f32 = {"a_log": (VALUE_HEADS,), "dt_bias": (VALUE_HEADS,), "recurrent": (LANES, VALUE_HEADS, DIM, DIM),
            "rec_k": (2, LANES, RECORDS, KEY_HEADS, DIM), "rec_u": (2, LANES, RECORDS, VALUE_HEADS, DIM),
            "rec_alpha": (2, LANES, RECORDS, VALUE_HEADS), "gates": (columns, 2 * VALUE_HEADS)}  # fmt: skip
-    bf16 = {"wa": (VALUE_HEADS, HIDDEN), "wb": (VALUE_HEADS, HIDDEN), "w": (4, CHANNELS), "window": (2, LANES, 3, CHANNELS),
-            "record": (2, LANES, RECORDS, CHANNELS), **{name: (columns, ROWS[name]) for name in ("x", "y", "o", "z")}}  # fmt: skip
+    bf16 = {"wa": (VALUE_HEADS, HIDDEN), "wb": (VALUE_HEADS, HIDDEN), "w": (4, CHANNELS),
+            "window": (2, LANES, 3, CHANNELS), "record": (2, LANES, RECORDS, CHANNELS),
+            **{name: (columns, ROWS[name]) for name in ("x", "y", "o", "z")}}  # fmt: skip
     i32 = {"lane_slot": lanes, "lane_ncols": lanes, "lane_len": lanes, "slot_pending": LANES, "slot_parity": LANES}
     return ({name: TensorType(shape, "f32") for name, shape in f32.items()}
             | {name: TensorType(shape, "bf16") for name, shape in bf16.items()}
