@@ -6,11 +6,12 @@ from pathlib import Path
 
 import artifacts
 from compiler.driver import CompileOptions
-from compiler.emit.arch import card_as
+from compiler.emit.arch import CARDS, card_as
 from runtime.bench.device_fill import SynthWeights
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.device import Device, rank_caps
-from runtime.open import ArtifactWeights, cached_program, is_program, open_program
+from runtime.cuda.driver import DeviceError, NoDevice, api
+from runtime.open import ArtifactWeights, Opened, cached_program, is_program, open_program
 from runtime.vm.weights import WeightStore
 
 SHORT_PROMPT = (1, 32)  # lanes x columns of the graph that takes a short prompt; only a row of bench needs it
@@ -26,16 +27,24 @@ def open_for_bench(path: Path, devices: list[int], pairs: list[tuple[int, int]],
 
     if weights not in ("file", "synth"):
         raise UsageError(f"--weights {weights!r}: allowed are file, synth")
-    if is_program(path):
-        opened = open_program(path, None)
-        artifact, built = opened.artifact, opened.program
+    if card is not None and card not in CARDS:
+        raise UsageError(f"--as {card[:40]!r}: allowed are {', '.join(sorted(CARDS))}")
+    opening = open_program(path, None) if is_program(path) else artifacts.open(path)  # a wrong path is said before all else
+    try:
+        api()
+    except NoDevice as error:
+        raise DeviceError("a measurement needs an NVIDIA GPU and none is visible") from error
+    if isinstance(opening, Opened):
+        if card is not None:
+            raise UsageError("--as belongs to compiling; the program has its target already")
+        artifact, built = opening.artifact, opening.program
         if built.tp > 1 and built.options.get("exchange") != exchange:
             raise UsageError(f"{path}: its ranks send {built.options.get('exchange')}; say so with --exchange or compile again")
         for lanes, width in pairs:
             if (lanes, width) != SHORT_PROMPT and f"decode{lanes}x{width}" not in built.phases:
                 raise UsageError(f"{path} has no decode graph {lanes}x{width}; compile it with --pairs")
     else:
-        artifact = artifacts.open(path)
+        artifact = opening
         opened_devices = [Device(index) for index in devices]
         caps = rank_caps(opened_devices)
         for device in opened_devices:

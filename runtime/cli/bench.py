@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +15,15 @@ import typer
 
 import artifacts
 from runtime.cli.errors import UsageError
+from runtime.cli.files import AtomicFile
+from runtime.cli.io import Output
+from runtime.cli.options import MaxContext, integer
 
 if TYPE_CHECKING:
+    from runtime.bench.measure import Bench
     from runtime.cuda.backend import CudaBackend
+
+Rows = list[dict[str, Any]]
 
 
 def _numbers(text: str, option: str, least: int = 1) -> list[int]:
@@ -32,10 +39,12 @@ def _numbers(text: str, option: str, least: int = 1) -> list[int]:
 def bench_command(
     program: Annotated[Path, typer.Argument(help="Program folder or artifact.")],
     prompts: Annotated[str, typer.Option("-p", help="Prompt lengths for prefill and contexts for decode.")] = "1024,8192",
-    steps: Annotated[int, typer.Option("-n", help="Decode steps per repeat.")] = 128,
+    steps_given: Annotated[int | None, typer.Option("-n", metavar="N", parser=integer("-n", 1, 100_000),
+                                                    help="Decode steps per repeat; default 128.")] = None,  # fmt: skip
     batches: Annotated[str, typer.Option("-b", help="Lanes.")] = "1,8",
     columns: Annotated[str, typer.Option("-t", help="Columns per lane of one step.")] = "1",
-    repeats: Annotated[int, typer.Option("-r", help="Repeats; the median counts.")] = 3,
+    repeats_given: Annotated[int | None, typer.Option("-r", metavar="N", parser=integer("-r", 1, 1000),
+                                                      help="Repeats; the median counts; default 3.")] = None,  # fmt: skip
     weights: Annotated[str, typer.Option("--weights", help="file or synth (random weights made on the GPU).")] = "file",
     output: Annotated[str, typer.Option("-o", help="table or json.")] = "table",
     output_file: Annotated[Path | None, typer.Option("--output-file", help="Write the JSON record here.")] = None,
@@ -43,7 +52,7 @@ def bench_command(
     transport: Annotated[str, typer.Option("--transport", help="auto, peer, host or staged (two ranks).")] = "auto",
     exchange: Annotated[str, typer.Option("--exchange", help="fp32 or bf16: what two ranks send in decode.")] = "fp32",
     seed: Annotated[int, typer.Option("--seed")] = 0,
-    max_context: Annotated[int | None, typer.Option("--max-context")] = None,
+    max_context: MaxContext = None,
     card: Annotated[str | None, typer.Option("--as", help="Build for the GPU here with that card's capabilities.")] = None,
     no_cuda_graph: Annotated[bool, typer.Option("--no-cuda-graph")] = False,
     skip_prefill: Annotated[bool, typer.Option("--skip-prefill")] = False,
@@ -56,6 +65,9 @@ def bench_command(
     from runtime.bench.open import open_for_bench
     from runtime.cli.options import WIRES
 
+    steps, repeats = steps_given or 128, repeats_given or 3
+    if output not in ("table", "json"):
+        raise UsageError(f"-o {output[:40]!r}: table or json is allowed")
     if exchange not in WIRES:
         raise UsageError(f"--exchange {exchange[:40]!r}: {', '.join(WIRES)} are allowed")
     contexts, lanes, widths = _numbers(prompts, "-p"), _numbers(batches, "-b"), _numbers(columns, "-t")
@@ -70,66 +82,91 @@ def bench_command(
         return open_for_bench(program, ranks, pairs, need, weights, score=False, card=card, eager=no_cuda_graph, seed=seed,
                               transport=transport, exchange=WIRES[exchange])  # fmt: skip
 
-    if load:
-        if weights != "file":
-            raise UsageError("--load measures reading the file; it needs --weights file")
-        _write(_load_record(program, opening, repeats, seed), output, output_file)
+    def measured() -> dict[str, Any]:
+        backend = opening()
+        built = backend.program
+        loaded = time.perf_counter()
+        try:
+            bench = Bench(backend, seed)
+            record: dict[str, Any] = describe(backend.devices)
+            record |= {
+                "command": ["ninferc", *sys.argv[1:]],
+                "artifact": {"model_id": built.artifact.model_id, "weights_id": built.artifact.weights_id,
+                             "file_bytes": built.artifact.file_bytes, "directory_sha256": built.artifact.directory_sha256},
+                "weights": "synthetic, generated on the GPU" if weights == "synth" else "file",
+                "cache": "filled with random values",
+                "caps": {"arch": built.caps.arch, "as": card or "", "sms": built.caps.sms},
+                "tp": built.tp, "devices": ranks, "transport": backend.exchange.transport if backend.exchange else "",
+                "exchange": exchange if built.tp > 1 else "", "seed": seed, "repeats": repeats, "steps": steps,
+                "regions_bytes": built.regions, "open_seconds": loaded - began,
+            }  # fmt: skip
+            rate = bench.read_rate()
+            record["roofline_void"] = "H200" in record["gpu"][0] and rate < MINIMUM_READ_RATE
+            if record["roofline_void"]:
+                print(f"the read kernel reached {rate / 1e12:.2f} TB/s of at least {MINIMUM_READ_RATE / 1e12}: roofline "
+                      "fractions of this run are void", file=sys.stderr)  # fmt: skip
+            rows: Rows = [{"case": "read kernel 8 GiB", "metric": "bandwidth", "value": rate / 1e9, "unit": "GB/s"}]
+            name = f"{built.artifact.model_id}/{built.artifact.weights_id} tp{built.tp}"
+            bench.fill_caches()
+            rows += _decode_rows(bench, name, rate, contexts, [(b, t) for b in lanes for t in widths], steps, repeats)
+            record["state_decode"] = [gpu_state(d.index) for d in backend.devices]
+            if not skip_prefill:
+                rows += _prefill_rows(bench, name, contexts, repeats)
+            record["state_after"] = [gpu_state(d.index) for d in backend.devices]
+            record["rows"] = rows
+        finally:
+            backend.close()
+        return record
+
+    if load and weights != "file":
+        raise UsageError("--load measures reading the file; it needs --weights file")
+    with ExitStack() as stack:
+        # a place that cannot be written is said before anything is measured
+        file = None if output_file is None else stack.enter_context(AtomicFile(output_file))
+        record = _load_record(program, opening, repeats, seed) if load else measured()
+        text = json.dumps(record, indent=1)
+        if file is not None:
+            file.write(text.encode() + b"\n")
+    out = Output()
+    if output == "json":
+        out.write(text + "\n")
         return
-    backend = opening()
-    built = backend.program
-    loaded = time.perf_counter()
-    try:
-        bench = Bench(backend, seed)
-        record: dict[str, Any] = describe(backend.devices)
-        record |= {
-            "command": ["ninferc", *sys.argv[1:]],
-            "artifact": {"model_id": built.artifact.model_id, "weights_id": built.artifact.weights_id,
-                         "file_bytes": built.artifact.file_bytes, "directory_sha256": built.artifact.directory_sha256},
-            "weights": "synthetic, generated on the GPU" if weights == "synth" else "file",
-            "cache": "filled with random values",
-            "caps": {"arch": built.caps.arch, "as": card or "", "sms": built.caps.sms},
-            "tp": built.tp, "devices": ranks, "transport": backend.exchange.transport if backend.exchange else "",
-            "exchange": exchange if built.tp > 1 else "", "seed": seed, "repeats": repeats, "steps": steps,
-            "regions_bytes": built.regions, "open_seconds": loaded - began,
-        }  # fmt: skip
-        rate = bench.read_rate()
-        record["roofline_void"] = "H200" in record["gpu"][0] and rate < MINIMUM_READ_RATE
-        if record["roofline_void"]:
-            print(f"the read kernel reached {rate / 1e12:.2f} TB/s of at least {MINIMUM_READ_RATE / 1e12}: roofline fractions "
-                  "of this run are void", file=sys.stderr)  # fmt: skip
-        rows: list[dict[str, Any]] = [{"case": "read kernel 8 GiB", "metric": "bandwidth", "value": rate / 1e9, "unit": "GB/s"}]
-        name = f"{built.artifact.model_id}/{built.artifact.weights_id} tp{built.tp}"
-        bench.fill_caches()
-        for context in contexts:
-            for b in lanes:
-                for t in widths:
-                    phase = built.phases[f"decode{b}x{t}"]
-                    timing = bench.decode(b, t, context, steps, repeats)
-                    moved = bench.step_bytes(phase, context)
-                    case = f"{name} ctx{context} bf16kv decode T{t} B{b}"
-                    rows += [
-                        {"case": case, "metric": "step", "value": timing.median * 1e3, "unit": "ms",
-                         "spread": [min(timing.seconds) * 1e3, max(timing.seconds) * 1e3]},
-                        {"case": case, "metric": "decode", "value": b * t / timing.median, "unit": "tok/s"},
-                        {"case": case, "metric": "bytes per device", "value": moved, "unit": "B"},
-                        {"case": case, "metric": "roofline", "value": moved / rate / timing.median, "unit": "fraction"},
-                        {"case": case, "metric": "host per launch", "value": timing.host * 1e6, "unit": "us"},
-                    ]  # fmt: skip
-        record["state_decode"] = [gpu_state(d.index) for d in backend.devices]
-        if not skip_prefill:
-            for context in contexts:
-                seconds = bench.prefill(context, max(1, min(repeats, 3)))
-                case = f"{name} prompt{context} bf16kv prefill"
-                rows.append({"case": case, "metric": "prefill", "value": context / statistics.median(seconds), "unit": "tok/s",
-                             "spread": [context / max(seconds), context / min(seconds)]})  # fmt: skip
-            short = bench.first_token(20, max(repeats, 3))
-            rows.append({"case": f"{name} prompt20 first token", "metric": "time", "value": statistics.median(short) * 1e3,
-                         "unit": "ms"})  # fmt: skip
-        record["state_after"] = [gpu_state(d.index) for d in backend.devices]
-        record["rows"] = rows
-    finally:
-        backend.close()
-    _write(record, output, output_file)
+    for row in record["rows"]:
+        out.write(f"{row['case']:64s} {row['metric']:16s} {row['value']:14.4f} {row['unit']}\n")
+
+
+def _decode_rows(bench: Bench, name: str, rate: float, contexts: list[int], shapes: list[tuple[int, int]], steps: int,
+                 repeats: int) -> Rows:  # fmt: skip
+    """Steps of (lanes, columns) at every context, and their share of the read bandwidth ``rate``."""
+    rows: Rows = []
+    for context in contexts:
+        for b, t in shapes:
+            phase = bench.program.phases[f"decode{b}x{t}"]
+            timing = bench.decode(b, t, context, steps, repeats)
+            moved = bench.step_bytes(phase, context)
+            case = f"{name} ctx{context} bf16kv decode T{t} B{b}"
+            rows += [
+                {"case": case, "metric": "step", "value": timing.median * 1e3, "unit": "ms",
+                 "spread": [min(timing.seconds) * 1e3, max(timing.seconds) * 1e3]},
+                {"case": case, "metric": "decode", "value": b * t / timing.median, "unit": "tok/s"},
+                {"case": case, "metric": "bytes per device", "value": moved, "unit": "B"},
+                {"case": case, "metric": "roofline", "value": moved / rate / timing.median, "unit": "fraction"},
+                {"case": case, "metric": "host per launch", "value": timing.host * 1e6, "unit": "us"},
+            ]  # fmt: skip
+    return rows
+
+
+def _prefill_rows(bench: Bench, name: str, contexts: list[int], repeats: int) -> Rows:
+    """Prompts of every length, and the time to the first token of a short one."""
+    rows: Rows = []
+    for context in contexts:
+        seconds = bench.prefill(context, max(1, min(repeats, 3)))
+        rows.append({"case": f"{name} prompt{context} bf16kv prefill", "metric": "prefill", "unit": "tok/s",
+                     "value": context / statistics.median(seconds),
+                     "spread": [context / max(seconds), context / min(seconds)]})  # fmt: skip
+    short = statistics.median(bench.first_token(20, max(repeats, 3)))
+    rows.append({"case": f"{name} prompt20 first token", "metric": "time", "value": short * 1e3, "unit": "ms"})
+    return rows
 
 
 def _load_record(path: Path, opening: Callable[[], CudaBackend], repeats: int, seed: int) -> dict[str, Any]:
@@ -171,14 +208,3 @@ def _load_record(path: Path, opening: Callable[[], CudaBackend], repeats: int, s
         row("of the pinned copy", [item.rate / link for item in loads], "fraction"),
     ]
     return record
-
-
-def _write(record: dict[str, Any], output: str, output_file: Path | None) -> None:
-    text = json.dumps(record, indent=1)
-    if output_file:
-        output_file.write_text(text + "\n")
-    if output == "json":
-        print(text)
-    else:
-        for row in record["rows"]:
-            print(f"{row['case']:64s} {row['metric']:16s} {row['value']:14.4f} {row['unit']}")

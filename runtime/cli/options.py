@@ -50,13 +50,13 @@ def pairs(text: str) -> str:
     return text
 
 
-def read_pairs(text: str) -> tuple[tuple[int, int], ...]:
+def read_pairs(text: str, option: str = "--pairs") -> tuple[tuple[int, int], ...]:
     """(lanes, columns) of each decode graph named in ``1x1,8x1,1x4``. Raises UsageError."""
     out = []
     for part in text.split(","):
         lanes, cross, columns = part.partition("x")
         if not (cross and lanes.isascii() and columns.isascii() and lanes.isdigit() and columns.isdigit() and len(part) < 10):
-            raise UsageError(f"--pairs {text[:60]!r}: lanes x columns such as 1x1,8x1,1x4 are needed")
+            raise UsageError(f"{option} {text[:60]!r}: lanes x columns such as 1x1,8x1,1x4 are needed")
         out.append((int(lanes), int(columns)))
     return tuple(out)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -43,16 +44,18 @@ def profile_command(
 
     lanes, columns, context = batch or 1, width or 1, depth or 1024
     room = context + 20 * 4 * columns + 64  # what the measured steps append
-    backend = open_for_bench(program, device_list(devices), [(lanes, columns)], room, weights, score=False, card=card,
-                             transport=transport)  # fmt: skip
-    try:
-        bench = Bench(backend)
-        bench.fill_caches()
-        profile = Profiler(bench).run(lanes, columns, context)
-    finally:
-        backend.close()
-    if html is not None:
-        with AtomicFile(html) as file:
+    with ExitStack() as stack:
+        # a place that cannot be written is said before anything is measured
+        file = None if html is None else stack.enter_context(AtomicFile(html))
+        backend = open_for_bench(program, device_list(devices), [(lanes, columns)], room, weights, score=False, card=card,
+                                 transport=transport)  # fmt: skip
+        try:
+            bench = Bench(backend)
+            bench.fill_caches()
+            profile = Profiler(bench).run(lanes, columns, context)
+        finally:
+            backend.close()
+        if file is not None:
             for part in profile_html(profile):
                 file.write(part.encode())
     Output().write("\n".join(profile_text(profile)) + "\n")

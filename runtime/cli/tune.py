@@ -9,27 +9,33 @@ from typing import Annotated
 
 import typer
 
+from runtime.cli.errors import InputError, UsageError
+from runtime.cli.files import AtomicFile
+from runtime.cli.options import integer, read_pairs
+
 
 def tune_command(
     program: Annotated[Path, typer.Argument(help="Program folder or artifact.")],
     output: Annotated[Path, typer.Option("-o", help="Profile to write; one that exists is extended.")],
     phases: Annotated[str, typer.Option("--phases", help="Decode graphs, lanes x columns.")] = "1x1,1x4,1x8,8x1",
-    context: Annotated[int, typer.Option("-c", help="Tokens in the cache.")] = 1024,
-    variants: Annotated[int, typer.Option("--variants", help="Tiles to try per product.")] = 24,
+    depth: Annotated[int | None, typer.Option("-c", metavar="N", parser=integer("-c", 1, 1 << 20),
+                                              help="Tokens in the cache; default 1024.")] = None,  # fmt: skip
+    tiles_tried: Annotated[int | None, typer.Option("--variants", metavar="N", parser=integer("--variants", 1, 1000),
+                                                    help="Tiles to try per product; default 24.")] = None,  # fmt: skip
     weights: Annotated[str, typer.Option("--weights", help="file or synth.")] = "file",
-    device: Annotated[int, typer.Option("--device")] = 0,
+    index: Annotated[int | None, typer.Option("--device", metavar="N", parser=integer("--device", 0, 999),
+                                              help="CUDA device index; default 0.")] = None,  # fmt: skip
 ) -> None:
     """Write a device profile that compile reads (--profile), or that ships with the compiler."""
     from compiler.profiles import VERSION, load
     from runtime.bench.measure import Bench
     from runtime.bench.open import open_for_bench
     from runtime.bench.tune import Tuner
-    from runtime.cli.errors import UsageError
 
-    try:
-        pairs = [(int(a), int(b)) for a, _, b in (part.partition("x") for part in phases.split(","))]
-    except ValueError as error:
-        raise UsageError(f"--phases {phases!r}: pairs such as 1x1,8x1 are needed") from error
+    context, variants, device = depth or 1024, tiles_tried or 24, index or 0
+    pairs = list(read_pairs(phases, "--phases"))
+    if not output.parent.is_dir():
+        raise InputError(f"-o {output}: the folder {output.parent} is not there")
     width = max(t for _, t in pairs)
     backend = open_for_bench(program, [device], pairs, context + 64 * width, weights, score=False)
     try:
@@ -47,6 +53,7 @@ def tune_command(
             tiles |= tuner.run(b, t, context, variants)
             data = {"ninferc_profile": VERSION, "gpu": gpu, "arch": caps.arch, "sms": caps.sms,
                     "tiles": dict(sorted(tiles.items()))}  # fmt: skip
-            output.write_text(json.dumps(data, indent=1) + "\n")
+            with AtomicFile(output) as file:
+                file.write(json.dumps(data, indent=1).encode() + b"\n")
     finally:
         backend.close()
