@@ -10,11 +10,14 @@ import pytest
 
 from compiler.driver import CompileOptions, compile_program
 from compiler.emit.arch import caps
+from compiler.emit.render import render
 from compiler.ir.types import IRError
 from compiler.kernels import exchange
 from compiler.passes.coresident import check_coresident, waiting_blocks
-from compiler.program.model import Call, KernelImage, Program
+from compiler.program.io import to_json
+from compiler.program.model import EXCHANGE, Call, KernelImage, Program
 from tests import models
+from tests.compile.instantiations import DENSE, artifact
 
 OPTIONS: dict[str, Any] = {"max_context": 256, "max_concurrency": 8, "prefill_chunk": 128, "tp": 2,
                            "pairs": ((1, 1), (1, 8), (8, 8))}  # fmt: skip
@@ -64,3 +67,36 @@ def test_what_breaks_it_is_refused(change: Callable[[Call], Call], resources: di
     with pytest.raises(IRError, match=message) as raised:
         check_coresident({phase.name: replace(phase, calls=tuple(calls))}, kernels, program.caps)
     assert calls[index].entry in str(raised.value) and "prefill" in str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sms", [66, 132])
+@pytest.mark.parametrize("name", DENSE)
+def test_full_size_models_keep_the_rule(name: str, sms: int) -> None:
+    """Every registered 27B model in every width: products push up to 8 columns, wider payloads travel as slices."""
+    options = OPTIONS | {"max_context": 8192, "prefill_chunk": 1024, "pairs": ((1, 1), (1, 4), (1, 8), (8, 1), (8, 8))}
+    program = compile_program(artifact(name), caps("sm_90a", sms=sms), CompileOptions(**options), images=False)
+    for phase in program.phases.values():
+        pushed = {op.attrs["ordinal"] for item in phase.calls for op in item.ops
+                  if op.kind == "linear" and "ordinal" in op.attrs}  # fmt: skip
+        assert len(pushed) == (128 if phase.phase == "decode" and phase.columns <= 8 else 0)
+        if phase.columns >= 64:
+            assert all(item.grid[2] == 2 for item in phase.calls if item.ops[0].kind == "exchange_residual")
+    assert 20 << 20 <= program.regions[0][EXCHANGE] == program.regions[1][EXCHANGE] <= 24 << 20
+
+
+def test_one_rank_knows_nothing_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program for one rank is the same, schedule and kernels, whatever is said about exchanges; nothing of them is run."""
+    for name in ("Sharder", "check_coresident"):
+        monkeypatch.setattr(f"compiler.driver.{name}", lambda *args, name=name: pytest.fail(f"{name} is used"))
+    plans = []
+    for extra in ({}, {"exchange": "bf16", "exchange_prefill": "f32", "fused": False}):
+        one = compile_program(models.artifact("dense-small"), caps("sm_90a"), CompileOptions(**(OPTIONS | {"tp": 1} | extra)),
+                              images=False)  # fmt: skip
+        plan = to_json(one)
+        del plan["options"]
+        plans.append(plan)
+        assert EXCHANGE not in one.regions[0] and not any("exchange" in entry for entry in one.kernels)
+        sources = [render(image.spec.template, entry, image.spec.params) for entry, image in one.kernels.items()]
+        assert not any("outbox" in source for source in sources)
+    assert plans[0] == plans[1]

@@ -88,34 +88,27 @@ struct Patience {
 };
 
 // Words from + j * step for j below `count`, as T (a word or two neighbours): all are asked for at once, and those that are not
-// there again, all at once: one after the other would take a way to the host and back each. With `sparing` only the last one is
-// asked for again until it is there, so that failed probes do not fill the link that the data comes through. Zeros when the
-// peer is lost.
+// there again, all at once: one after the other would take a way to the host and back each. With `sparing` nothing but the
+// last one is asked for until it is there, so that failed probes do not fill the link that the data comes through. Zeros when
+// the peer is lost.
 template <class T, u32 most>
 NINFERC_DEVICE void receive(const Channel& channel, const u64* from, u32 step, u32 count, bool sparing, T (&words)[most]) {
-  bool all = true;
 #pragma unroll
-  for (u32 j = 0; j < most; ++j) {
-    if (j < count) words[j] = ld_relaxed_sys<T>(from + u64(j) * step);
-  }
-#pragma unroll
-  for (u32 j = 0; j < most; ++j) all = all && (j >= count || channel.ready(words[j]));
+  for (u32 j = 0; j < most; ++j) words[j] = T{};  // number 0 is never awaited
   Patience patience{channel};
-  while (!all) {
-    if (!patience.more()) {
-#pragma unroll
-      for (u32 j = 0; j < most; ++j) words[j] = T{};
-      return;
-    }
+  do {
     if (sparing && !channel.ready(ld_relaxed_sys<T>(from + u64(count - 1) * step))) continue;
-    all = true;
+    bool all = true;
 #pragma unroll
     for (u32 j = 0; j < most; ++j) {
       if (j < count && !channel.ready(words[j])) words[j] = ld_relaxed_sys<T>(from + u64(j) * step);
     }
 #pragma unroll
     for (u32 j = 0; j < most; ++j) all = all && (j >= count || channel.ready(words[j]));
-  }
+    if (all) return;
+  } while (patience.more());
+#pragma unroll
+  for (u32 j = 0; j < most; ++j) words[j] = T{};
 }
 
 // One thread, behind a barrier after which all stores of the slice's bytes are made.
