@@ -341,6 +341,16 @@ def test_the_cpu_is_slow_for_large_models(tmp_path: Path, ids_file: Ids, monkeyp
     rejected(run_cli("run", path, *CPU, "--ids", ids_file([1, 2, 3]), "--yes"), 1, "out of host memory")
 
 
+def test_every_command_predicts(program: Path, tmp_path: Path, ids_file: Ids, monkeypatch: pytest.MonkeyPatch,
+                                untouched: Path) -> None:  # fmt: skip
+    monkeypatch.setattr("runtime.cli.load.PATIENCE", 0.0)
+    requests = tmp_path / "in.jsonl"
+    requests.write_text('{"ids": [1, 2, 3]}')
+    for command in (["run", program, "--prompt", "x"], ["logits", program, "--ids", ids_file([1]), "-o", untouched / "x.npy"],
+                    ["batch", program, requests, "-o", untouched / "out"]):  # fmt: skip
+        rejected(run_cli(*command, *CPU), 2, "--device cpu is predicted to take", "--yes")
+
+
 def _stop(source: Any) -> Any:
     raise MemoryError
 
@@ -383,6 +393,56 @@ def test_a_reader_that_leaves(program: Path) -> None:
     errors = process.stderr.read().decode()
     assert process.wait(timeout=60) == 1
     assert "stdout was closed by its reader" in errors.splitlines()[-1] and "Traceback" not in errors
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_an_interrupted_batch_leaves_no_results(program: Path, tmp_path: Path, untouched: Path) -> None:
+    requests = tmp_path / "in.jsonl"
+    requests.write_text('{"prompt": "Tell me all", "max_new": 350, "ignore_eos": true}\n' * 8)
+    process = start("batch", program, requests, "-o", untouched / "out.jsonl", *CPU, "--max-concurrency", 2)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not list(untouched.iterdir()):  # the file under construction
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and out == b""
+    assert errors.decode().splitlines()[-1] == "ninferc: interrupted" and b"Traceback" not in errors
+
+
+@pytest.mark.parametrize("command", ["explain", "inspect", "plan"])
+def test_a_listing_into_a_pipe_that_is_closed(command: str, program: Path) -> None:
+    target = program if command == "explain" else small_model.small_artifact()
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start(command, target, *(["--json"] if command == "inspect" else []),
+                    *(["--arch", "sm_90a"] if command == "plan" else []), stdout=writer)  # fmt: skip
+    os.close(writer)
+    _, errors = process.communicate(timeout=60)
+    lines = errors.decode().splitlines()
+    assert process.returncode == 1 and len(lines) == 1 and "stdout was closed by its reader" in lines[0], lines
+
+
+def test_two_compiles_into_one_folder(tmp_path: Path) -> None:
+    """Both end well, one after the other has the folder, and what stands there is one of the two, whole."""
+    code = """
+import sys
+from compiler.emit.nvrtc import Cubin, Resources
+import compiler.driver
+compiler.driver.compile_all = lambda jobs, *rest: {job.entry: Cubin(job.source.encode(), Resources(32, 0, 0, 0, 0), "")
+                                                   for job in jobs}
+from runtime.cli.main import main
+sys.exit(main())
+"""
+    target = tmp_path / "program"
+    processes = [subprocess.Popen([sys.executable, "-c", code, "compile", small_model.small_artifact(), "-o", target, "--arch",
+                                   "sm_90a", "--max-context", context], cwd=ROOT, stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE) for context in ("128", "256")]  # fmt: skip
+    for process in processes:
+        out, errors = process.communicate(timeout=120)
+        assert process.returncode == 0 and out == b"", errors.decode()
+        assert f"summary {'program':<26} {target}" in errors.decode()
+    assert load(target).limits.max_context in (128, 256)
+    assert [path.name for path in tmp_path.iterdir()] == ["program"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
