@@ -11,6 +11,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from compiler.emit.arch import CARDS, capability, caps, card_as
 from compiler.emit.cache import Job, compile_all
 from compiler.emit.render import code_paths, kernel_source
 from compiler.kernels.spec import DeviceCaps, KernelSpec
-from tests.card import CONSUMER
+from tests.card import CONSUMER, alone
 from tests.compile import instantiations as inst
 from tests.emulator import toolchain
 from tests.models import ROOT
@@ -112,3 +114,26 @@ def test_kernel_tests_as_the_card(card: str, tmp_path: Path) -> None:
         smem = item["smem"] + cubins[job.entry].resources.static_smem
         wrong += [f"{item['entry']}: {text}" for text in lacking(item["template"], smem, item["cluster"], own)]
     assert not wrong
+
+
+def test_one_process_compiles_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NINFERC_CACHE", str(tmp_path))
+    order: list[str] = []
+
+    def second() -> None:
+        with alone():
+            order.append("second")
+
+    with alone():
+        thread = threading.Thread(target=second)
+        thread.start()
+        time.sleep(0.2)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"] and list(tmp_path.iterdir()) == []
+    lock = tmp_path / "tests.lock"
+    lock.write_text("")
+    os.utime(lock, (1, 1))  # of a process that was killed long ago
+    with alone():
+        order.append("third")
+    assert order[-1] == "third" and not lock.exists()

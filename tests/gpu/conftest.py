@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from compiler.driver import CompileOptions, compile_program
+from compiler.driver import CompileOptions
 from compiler.program.model import Program
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.device import Device
@@ -19,7 +19,7 @@ ALL_PAIRS = ((1, 1), (1, 4), (1, 8), (1, 32), (8, 1), (8, 4), (8, 8))
 
 @cache
 def gpu_program(name: str, weights: str, **options: Any) -> Program:
-    return compile_program(models.artifact(name, weights), card.target(Device(0).caps()), CompileOptions(**options))
+    return card.compiled(models.artifact(name, weights), Device(0).caps(), CompileOptions(**options))
 
 
 @pytest.fixture

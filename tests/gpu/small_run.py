@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from compiler.driver import CompileOptions, compile_program
+from compiler.driver import CompileOptions
 from runtime.backend import Backend
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.device import Device
@@ -34,7 +34,7 @@ def run(backend: Backend) -> list[list[int]]:
 
 
 def main() -> None:
-    program = compile_program(models.artifact("example"), card.target(Device(0).caps()), CompileOptions(**OPTIONS))
+    program = card.compiled(models.artifact("example"), Device(0).caps(), CompileOptions(**OPTIONS))
     backend = CudaBackend(program, models.store("example"), [0], eager=True)
     try:
         print(json.dumps(run(backend)))

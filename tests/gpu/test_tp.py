@@ -64,8 +64,9 @@ def compiled(pair: Pair, name: str, tp: int, **options: Any) -> Program:
     with devices_of(pair) as devices:
         share = rank_caps(devices)
     caps = card.target(share)
-    return compile_program(models.artifact(name, "bf16"), replace(caps, sms=min(caps.sms, share.sms)),
-                           CompileOptions(tp=tp, **(OPTIONS | options)))  # fmt: skip
+    with card.alone():
+        return compile_program(models.artifact(name, "bf16"), replace(caps, sms=min(caps.sms, share.sms)),
+                               CompileOptions(tp=tp, **(OPTIONS | options)))  # fmt: skip
 
 
 @contextmanager
