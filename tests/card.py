@@ -32,18 +32,32 @@ def emulated(sms: int | None = None) -> DeviceCaps:
     return target(caps(CARDS[CARD][0] if CARD else "sm_90a"), sms)
 
 
+def _ended(process: int) -> bool:
+    """Whether a process that held the lock was killed; where that cannot be asked without harm, STALE decides."""
+    if os.name == "nt":
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
 @contextmanager
 def alone() -> Iterator[None]:
     """One test process at a time: compiling takes all cores, and what one has compiled the others find in the cache."""
     path = ensure_private_dir(default_cache_dir()) / "tests.lock"
     while True:
         try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY), "w") as file:
+                file.write(str(os.getpid()))
             break
         except FileExistsError:
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > STALE:
-                    path.unlink()  # of a process that was killed
+            with suppress(OSError, ValueError):  # it is gone, or not written yet
+                if time.time() - path.stat().st_mtime > STALE or _ended(int(path.read_text())):
+                    path.unlink()
             time.sleep(0.05)
     try:
         yield

@@ -136,4 +136,9 @@ def test_one_process_compiles_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     os.utime(lock, (1, 1))  # of a process that was killed long ago
     with alone():
         order.append("third")
-    assert order[-1] == "third" and not lock.exists()
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    lock.write_text(str(child.pid))  # of one that was killed just now
+    with alone():
+        order.append("fourth")
+    assert order[2:] == ["third", "fourth"] and not lock.exists()
