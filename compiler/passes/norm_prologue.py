@@ -11,7 +11,7 @@ from compiler.passes.schedule import Group
 
 PRODUCTS = ("linear", "linear_swiglu", "linear_residual")
 # With more columns the norm in every block costs more than a kernel of its own.
-MAX_COLUMNS = 2
+MAX_COLUMNS = 4
 
 
 def norm_prologue_at(graph: OpGraph, node: int, caps: DeviceCaps) -> Group | None:

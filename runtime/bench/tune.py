@@ -74,14 +74,14 @@ class Tuner:
         found: dict[str, Choice] = {}
         caps = self._program.caps
         for call in phase.calls:
-            spec, op = self._program.kernels[call.entry].spec, call.ops[0]
-            if len(call.ops) != 1 or spec.template != "linear_columns.cu.j2" or "push" in spec.entry:
+            spec, op = self._program.kernels[call.entry].spec, call.ops[-1]
+            if spec.template != "linear_columns.cu.j2" or "push" in spec.entry:
                 continue
             values = {name: self._program.value(phase, ref.value) for name, ref in op.refs()}
             types = {name: ref_type(ref, values[name]) for name, ref in op.refs()}
             source = values["w"].source
             assert source is not None
-            product = product_of(op, types, source.format)
+            product = product_of(op, types, source.format, bool(spec.params["norm"]), bool(spec.params["keep"]))
             choice = Choice(product, [], choose(product, caps), caps)
             found.setdefault(choice.key, choice).calls.append(call.index)
         return list(found.values())
