@@ -28,7 +28,7 @@ def norm_prologue_at(graph: OpGraph, node: int, caps: DeviceCaps) -> Group | Non
     op = graph.op(first)
     source = graph.values[op.inputs["w"].value].source
     assert source is not None
-    keep = len(after) > 1 or normed.value in graph.outputs
+    keep = len(after) > 1 or normed.value in graph.outputs | graph.kept
     if keep and first != min(after):  # the rows are there once the product runs; what takes them must stand behind it
         return None
     types = graph.types(op)

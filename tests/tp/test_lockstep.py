@@ -79,3 +79,21 @@ def test_a_difference_is_named(monkeypatch: pytest.MonkeyPatch, fault: Callable[
         for _ in range(8):
             session.advance()
     assert int(str(raised.value).split(":")[0].removeprefix("step ")) >= steps
+
+
+@pytest.mark.parametrize("pair", [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (1, 32)], ids=str)
+def test_what_is_compared_has_a_place(pair: tuple[int, int]) -> None:
+    """However the norm before the head is fused, its rows stay readable to the end of the graph, on every rank."""
+    program = models.program("dense-small", tp=2, max_context=256, max_concurrency=2, prefill_chunk=128, pairs=((1, 1), pair))
+    for name in (f"decode{pair[0]}x{pair[1]}", "prefill"):
+        phase = program.phases[name]
+        assert sorted(phase.values[kept].rank for kept in phase.kept) == [0, 1]
+        for kept in phase.kept:
+            place = phase.placements[kept]
+            written = [item.index for item in phase.calls for op in item.ops
+                       if kept in (ref.value for ref in op.outputs.values())]  # fmt: skip
+            for item in phase.calls[max(written) + 1 :]:
+                touched = [phase.placements[ref.value] for op in item.ops for ref in op.outputs.values()
+                           if ref.value in phase.placements]  # fmt: skip
+                assert not any(other.rank == place.rank and other.offset < place.end and place.offset < other.end
+                               for other in (*touched, *item.scratch.values())), item.entry  # fmt: skip
