@@ -34,7 +34,6 @@ FORMATS = {
 # Registers of a thread besides what grows with its sums.
 _REGISTERS = {"bf16": 56, "q4g64": 58, "q5g64": 66, "q6g64": 70, "w8g32": 60, "nvfp4": 58, "fp8_row": 54}
 GROUPED = frozenset({"q4g64", "q5g64", "q6g64", "w8g32"})
-HALVES = frozenset({"nvfp4", "fp8_row"})  # where the hardware converts e4m3, their products are of halves
 CHUNK = 128
 MAX_SLICES = 8
 EARLY_RELEASE = 24 << 20  # weights below this many bytes: a short kernel
@@ -146,9 +145,7 @@ def shared_bytes(product: Product, tile: Tile) -> int:
     else:
         x = tile.stages * tile.warps_k * product.block_columns * 320
     norm = product.block_columns * 36 if product.norm else 0
-    halves = product.kernel_format in HALVES and tile.resident
-    scales = product.block_columns * segments * product.chunks * 4 if halves else 0
-    ring = ceil((x + norm + scales) / 128) * 128 + tile.warps_r * tile.warps_k * tile.stages * stage
+    ring = ceil((x + norm) / 128) * 128 + tile.warps_r * tile.warps_k * tile.stages * stage
     return ring + tile.warps_r * sums * (2 if tile.resident else 1)
 
 

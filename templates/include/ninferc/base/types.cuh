@@ -293,16 +293,6 @@ NINFERC_DEVICE u32 e4m3x2_to_f16x2(u32 codes) {
   return result | sign;
 #endif
 }
-// The same of the two codes in the upper half of a word.
-NINFERC_DEVICE u32 e4m3x2_upper_to_f16x2(u32 codes) {
-#if !defined(NINFERC_EMULATOR) && NINFERC_HAS_FP8_CVT
-  u32 result;
-  asm("{\n .reg .b16 low, high;\n mov.b32 {low, high}, %1;\n cvt.rn.f16x2.e4m3x2 %0, high;\n}" : "=r"(result) : "r"(codes));
-  return result;
-#else
-  return e4m3x2_to_f16x2(codes >> 16);
-#endif
-}
 NINFERC_DEVICE f32 e4m3_to_f32(u8 code) { return f16x2_lo(e4m3x2_to_f16x2(code)); }
 
 // The same for codes known to be finite and not negative (group scales): no NaN test, works on any architecture.

@@ -94,43 +94,6 @@ NINFERC_DEVICE void unpack_nvfp4(u32 codes, u32 scale, u32 (&out)[4]) {
   }
 }
 
-// ---- to halves, where e4m3 codes become halves by one instruction per pair (NINFERC_HAS_FP8_CVT) --------------------
-//
-// Column order: e4m3 codes (0,1) (2,3) (4,5) (6,7), nvfp4 (0,2) (4,6) (1,3) (5,7).
-
-NINFERC_DEVICE void unpack_fp8_halves(u32 first, u32 second, u32 (&out)[4]) {
-  out[0] = e4m3x2_to_f16x2(first);
-  out[1] = e4m3x2_upper_to_f16x2(first);
-  out[2] = e4m3x2_to_f16x2(second);
-  out[3] = e4m3x2_upper_to_f16x2(second);
-}
-
-// Two e4m3 group scales as two pairs of halves, each in both halves.
-NINFERC_DEVICE void unpack_nvfp4_scale_halves(u32 scales, u32& first, u32& second) {
-  const u32 both = e4m3x2_to_f16x2(scales);
-  first = prmt(both, both, 0x1010);
-  second = prmt(both, both, 0x3232);
-}
-
-// 8 E2M1 codes times their scale, times 2^-6, exact: a code's magnitude in bits 4..2 of an e4m3 code is value * 2^-6, subnormal
-// included, and the product has at most 6 significant bits above 2^-16.
-NINFERC_DEVICE void unpack_nvfp4_halves(u32 codes, u32 scale, u32 (&out)[4]) {
-  const u32 even = codec::and_or(codes << 4, 0x80808080u, (codes << 2) & 0x1c1c1c1cu);
-  const u32 odd = codec::and_or(codes, 0x80808080u, (codes >> 2) & 0x1c1c1c1cu);
-  unpack_fp8_halves(even, odd, out);
-#pragma unroll
-  for (u32 i = 0; i < 4; ++i) out[i] = hmul2_f16(out[i], scale);
-}
-constexpr f32 nvfp4_half_unit = 64;
-
-// Eight activations in the order of the halves.
-template <Format format>
-NINFERC_DEVICE u32x4 order_half_columns(u32x4 x) {
-  if constexpr (format == Format::nvfp4)
-    return u32x4{prmt(x.x, x.y, 0x5410), prmt(x.z, x.w, 0x5410), prmt(x.x, x.y, 0x7632), prmt(x.z, x.w, 0x7632)};
-  else return x;
-}
-
 // Eight activations in natural order, brought into the column order of the format.
 template <Format format>
 NINFERC_DEVICE u32x4 order_columns(u32x4 x) {

@@ -23,30 +23,6 @@ struct Activations {
   }
 };
 
-// Eight activations of a chunk as halves, times the power of two that brings the largest of the chunk's 128 to 2^14 .. 2^15;
-// returns the inverse of that power.  The chunk's sixteen pieces lie in sixteen neighbouring lanes; all lanes take part.
-NINFERC_DEVICE f32 scale_to_halves(u32x4& x) {
-  const u32 word[4] = {x.x, x.y, x.z, x.w};
-  u32 largest = 0;  // of the magnitudes' bits
-#pragma unroll
-  for (u32 i = 0; i < 4; ++i) {
-    const u32 low = word[i] & 0x7fffu, high = word[i] >> 16 & 0x7fffu, both = low > high ? low : high;
-    largest = largest > both ? largest : both;
-  }
-#pragma unroll
-  for (u32 distance = 8; distance != 0; distance /= 2) {
-    const u32 other = shfl_xor(largest, distance);
-    largest = largest > other ? largest : other;
-  }
-  const u32 wanted = 127 + 14 + 127 - (largest >> 7), exponent = wanted < 253 ? wanted : 253;
-  const f32 factor = bits_float(exponent << 23);
-  u32 out[4];
-#pragma unroll
-  for (u32 i = 0; i < 4; ++i) out[i] = pack_f16x2(bf16x2_lo(word[i]) * factor, bf16x2_hi(word[i]) * factor);
-  x = u32x4{out[0], out[1], out[2], out[3]};
-  return bits_float((254 - exponent) << 23);
-}
-
 // ---- resident ----------------------------------------------------------------------------------------------------
 
 // Factors of the rms norm of every column, by all threads; ends with a barrier.  `scratch`: 9 floats per column, the last
@@ -116,9 +92,9 @@ NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, u32 first_chun
 #pragma unroll
     for (u32 i = 0; i < batch; ++i) {
       const u32 index = first + i * G::threads, column = index / pieces, piece = index % pieces;
-      if (!G::half && index >= total) break;
+      if (index >= total) break;
       if constexpr (G::norm) {
-        const f32 factor = norm.scratch[G::bucket * sumsq_parts + (index < total ? column : 0)];
+        const f32 factor = norm.scratch[G::bucket * sumsq_parts + column];
         x[i] = u32x4{norm_pair(x[i].x, w[i].x, factor), norm_pair(x[i].y, w[i].y, factor),
                      norm_pair(x[i].z, w[i].z, factor), norm_pair(x[i].w, w[i].w, factor)};
         if constexpr (G::keep) {  // every block has the whole rows
@@ -126,15 +102,8 @@ NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, u32 first_chun
             st_global(norm.kept + u64(column) * G::k + column_of(piece), x[i]);
         }
       }
-      const u32 at = to + column * G::x_pitch + piece / 16 * 256 + G::piece_slot(piece % 16) * 16;
-      if constexpr (G::half) {
-        const f32 scale = scale_to_halves(x[i]);
-        if (index >= total) continue;
-        if (piece % 16 == 0) st_shared(to - G::x_base + G::x_scale_base + (piece / 16 * G::bucket + column) * 4, scale);
-        st_shared(at, order_half_columns<G::format>(x[i]));
-      } else {
-        st_shared(at, order_columns<G::format>(x[i]));
-      }
+      st_shared(to + column * G::x_pitch + piece / 16 * 256 + G::piece_slot(piece % 16) * 16,
+                order_columns<G::format>(x[i]));
     }
   }
   if constexpr (G::norm && G::keep) fence_gpu();  // dependents, which start after this, may read the rows before they wait
@@ -161,23 +130,14 @@ struct ActivationCopier {
       else cp_async_16_zfill(stage + offset(index), in.at(index / 16, k < G::chunk_end(number) ? k : 0), k < G::chunk_end(number));
     }
   }
-  // Brings this thread's own pieces, once landed, into the column order (half: the range) of the format.
+  // Brings this thread's own pieces, once landed, into the column order of the format.
   NINFERC_DEVICE void order(u32 stage) const {
     if constexpr (G::format == Format::bf16) return;
 #pragma unroll
     for (u32 base = 0; base < total; base += workers) {
       const u32 index = base + rank;
-      if constexpr (G::half) {
-        const bool inside = total % workers == 0 || index < total;
-        u32x4 x = inside ? ld_shared<u32x4>(stage + offset(index)) : u32x4{0, 0, 0, 0};
-        const f32 scale = scale_to_halves(x);
-        if (!inside) continue;
-        if (index % 16 == 0) st_shared(stage + index / 16 * G::x_pitch + 256, scale);
-        st_shared(stage + offset(index), order_half_columns<G::format>(x));
-      } else {
-        if (total % workers != 0 && index >= total) break;
-        st_shared(stage + offset(index), order_columns<G::format>(ld_shared<u32x4>(stage + offset(index))));
-      }
+      if (total % workers != 0 && index >= total) break;
+      st_shared(stage + offset(index), order_columns<G::format>(ld_shared<u32x4>(stage + offset(index))));
     }
   }
 };

@@ -104,9 +104,6 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   if constexpr (G::epilogue == Epilogue::push_f32) args.push.open();
 
   const u32 x_lane = lane_id() / 4 % G::bucket * G::x_pitch + lane_id() % 4 * 16;  // column and piece of this lane
-  // The two columns of the lane's sums, where there are fewer than eight the last one for those that do not exist.
-  const u32 column_0 = lane_id() % 4 * 2 < G::bucket ? lane_id() % 4 * 2 : G::bucket - 1;
-  const u32 column_1 = column_0 + 1 < G::bucket ? column_0 + 1 : G::bucket - 1;
   u32 buffer = 0, finisher = 0;
   // Stage being multiplied and stage being filled, which is the one before: weights, activations.
   u32 stage_at = ring, fill_at = ring + (stages - 1) * G::stage_bytes;
@@ -127,8 +124,6 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
       product.clear();
       const ChunkWalk<G> here(0, slice, 0, 0);
       u32 x_chunk = base + G::x_base + here.number * 256 + x_lane;
-      const u32 x_scales = base + G::x_scale_base + here.number * G::bucket * 4;
-      u32 x_scale[2] = {x_scales + column_0 * 4, x_scales + column_1 * 4};
       if constexpr (G::resident) {
 #pragma unroll 1
         for (u32 left = here.left; left != 0;) {
@@ -143,10 +138,8 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
             cp_async_commit();
             w_copier.step();
             fill_at = stage_at;
-            product.add(stage_at, x_chunk, x_scale);
+            product.add(stage_at, x_chunk);
             x_chunk += G::slices * 256;
-            x_scale[0] += G::slices * G::bucket * 4;
-            x_scale[1] += G::slices * G::bucket * 4;
             stage_at = stage_at + G::stage_bytes == ring + G::ring_bytes ? ring : stage_at + G::stage_bytes;
           }
           left -= run;
@@ -166,7 +159,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
           cp_async_commit();
           cp_async_wait<stages - 2>();
           x_copier.order(x_after);
-          product.add(stage_at, x_at + x_lane, {x_at + column_0 * G::x_pitch + 256, x_at + column_1 * G::x_pitch + 256});
+          product.add(stage_at, x_at + x_lane);
           x_fill_at = x_at;
           x_at = x_after;
           advance();

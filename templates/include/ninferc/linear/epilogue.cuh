@@ -60,7 +60,7 @@ struct LinearEpilogue {
     } else if constexpr (G::format == Format::nvfp4) {
       const f32 divisor = ld_nc<f32>(args.divisor);
 #pragma unroll
-      for (u32 e = 0; e < 4; ++e) v[e] = v[e] * (G::half ? nvfp4_half_unit : G::Traits::unit) / divisor;
+      for (u32 e = 0; e < 4; ++e) v[e] = v[e] * G::Traits::unit / divisor;
     }
   }
 

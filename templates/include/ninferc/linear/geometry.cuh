@@ -65,16 +65,6 @@ struct LinearGeometry : Config {
   static constexpr u32 x_pitch = (Config::resident ? block_segments * chunks * 256 : 256) + 64;
   static constexpr u32 x_bytes = Config::bucket * x_pitch;  // resident: once per block; else per stage and warp of K
 
-  // E4M3 codes become halves by one instruction per pair, E2M1 codes by way of them.  Their activations then are halves too,
-  // scaled chunk by chunk with a
-  // power of two that brings the chunk's largest just inside the range: what is lost is below 2^-39 of that.  A chunk's sums,
-  // scaled back, join the slice's.
-  static constexpr bool half = (format == Format::fp8_row || format == Format::nvfp4) && NINFERC_HAS_FP8_CVT;
-  // Inverse scales: [chunk][column] behind the activations; in a ring 256 bytes behind the column's chunk.
-  static constexpr u32 x_scale_bytes =
-      (format == Format::fp8_row || format == Format::nvfp4) && Config::resident ? Config::bucket * block_segments * chunks * 4 : 0;
-  static constexpr u32 x_scale_pitch = Config::resident ? 4 : x_pitch;  // from column to column
-
   // Slice sums of one tile: a matrix tile is 512 bytes.
   static constexpr bool reduce = warps_k > 1;
   static constexpr u32 units = mtiles * ntiles;
@@ -84,8 +74,7 @@ struct LinearGeometry : Config {
   static constexpr u32 x_base = 0;
   static constexpr u32 norm_bytes = Config::norm ? Config::bucket * 9 * 4 : 0;
   static constexpr u32 norm_base = x_base + (Config::resident ? x_bytes : Config::stages * warps_k * x_bytes);
-  static constexpr u32 x_scale_base = norm_base + norm_bytes;
-  static constexpr u32 ring_base = round_up(x_scale_base + x_scale_bytes, 128u);
+  static constexpr u32 ring_base = round_up(norm_base + norm_bytes, 128u);
   static constexpr u32 ring_bytes = Config::stages * stage_bytes;
   static constexpr u32 sums_base = ring_base + warps_r * warps_k * ring_bytes;
   static constexpr u32 smem_bytes = sums_base + warps_r * sums_buffers * sums_bytes;

@@ -166,29 +166,8 @@ struct ChunkProduct {
         for (u32 e = 0; e < 4; ++e) sum[m][t][e] = 0;
   }
 
-  // `x`: this lane's activations of column 0 of each tile of eight (x_pitch apart: columns), at the chunk.  `x_scale`: the
-  // inverse scales of the lane's two columns of sums (half).
-  NINFERC_DEVICE void add(u32 stage, u32 x, const u32 (&x_scale)[2]) {
-    if constexpr (G::half) {
-      ChunkProduct part;
-      part.clear();
-      part.accumulate(stage, x);
-#pragma unroll
-      for (u32 t = 0; t < G::ntiles; ++t) {
-        const f32 first = ld_shared<f32>(x_scale[0] + t * 8 * G::x_scale_pitch);
-        const f32 second = ld_shared<f32>(x_scale[1] + t * 8 * G::x_scale_pitch);
-#pragma unroll
-        for (u32 m = 0; m < G::mtiles; ++m)
-#pragma unroll
-          for (u32 e = 0; e < 4; ++e) sum[m][t][e] = fmaf(part.sum[m][t][e], e % 2 ? second : first, sum[m][t][e]);
-      }
-    } else {
-      accumulate(stage, x);
-    }
-  }
-
- private:
-  NINFERC_DEVICE void accumulate(u32 stage, u32 x) {
+  // `x`: this lane's activations of column 0 of each tile of eight (x_pitch apart: columns), at the chunk.
+  NINFERC_DEVICE void add(u32 stage, u32 x) {
     Rows rows[G::mtiles];
 #pragma unroll
     for (u32 m = 0; m < G::mtiles; ++m) rows[m].load(stage, m);
@@ -223,16 +202,12 @@ struct ChunkProduct {
     }
   }
 
+ private:
   static NINFERC_DEVICE void multiply(f32 (&d)[4], const u32 (&a)[2][4], const u32x4& b) {
     const u32 a0[4] = {a[0][0], a[1][0], a[0][1], a[1][1]}, b0[2] = {b.x, b.y};
     const u32 a1[4] = {a[0][2], a[1][2], a[0][3], a[1][3]}, b1[2] = {b.z, b.w};
-    if constexpr (G::half) {
-      mma_m16n8k16_f16(d, a0, b0);
-      mma_m16n8k16_f16(d, a1, b1);
-    } else {
-      mma_m16n8k16_bf16(d, a0, b0);
-      mma_m16n8k16_bf16(d, a1, b1);
-    }
+    mma_m16n8k16_bf16(d, a0, b0);
+    mma_m16n8k16_bf16(d, a1, b1);
   }
 
   // One lane's share of a matrix tile: rows lane / 4 and lane / 4 + 8 (index `half`).
@@ -274,9 +249,7 @@ struct ChunkProduct {
           scales[half][0] = ld_shared<u32>(stage + group * 4 + scale_at);
         } else if constexpr (format == Format::nvfp4) {
           const u32 lane_scale = group * 4 + pair / 2 * 64 + pair % 2 * 2;
-          const u32 two = ld_shared<u16>(stage + lane_scale + scale_at);
-          if constexpr (G::half) unpack_nvfp4_scale_halves(two, scales[half][0], scales[half][1]);
-          else unpack_nvfp4_scales(two, scales[half][0], scales[half][1]);
+          unpack_nvfp4_scales(ld_shared<u16>(stage + lane_scale + scale_at), scales[half][0], scales[half][1]);
         }
       }
     }
@@ -298,12 +271,8 @@ struct ChunkProduct {
           else unpack_q6<0>(word[step], high[half][step / 2], out[half]);
         } else if constexpr (format == Format::w8g32) {
           unpack_w8(word[step % 2 * 2], word[step % 2 * 2 + 1], out[half]);
-        } else if constexpr (format == Format::nvfp4 && G::half) {
-          unpack_nvfp4_halves(word[step], scales[half][step / 2], out[half]);
         } else if constexpr (format == Format::nvfp4) {
           unpack_nvfp4(word[step], scales[half][step / 2], out[half]);
-        } else if constexpr (G::half) {
-          unpack_fp8_halves(word[step % 2 * 2], word[step % 2 * 2 + 1], out[half]);
         } else {
           unpack_fp8(word[step % 2 * 2], word[step % 2 * 2 + 1], out[half]);
         }
