@@ -40,7 +40,8 @@ def begin_spec(op: Op, types: Mapping[str, TensorType], lanes: int, width: int, 
         args += ["positions", "lane_page_row", "lane_frozen", "lane_rope_delta", "queue", "queue_head", "queue_tail", "work",
                  "work_count"]  # fmt: skip
     entry = f"begin_{op.attrs['phase']}_b{lanes}_t{width}_{_arch(caps)}"
-    return KernelSpec(entry, "begin.cu.j2", params, (1, 1, 1), 256, 0, tuple(args), reason="one block: control only")
+    return KernelSpec(entry, "begin.cu.j2", params, (1, 1, 1), 256, 0, tuple(args), waits_first=True,
+                      reason="one block: control only")  # fmt: skip
 
 
 def advance_spec(op: Op, types: Mapping[str, TensorType], lanes: int, width: int, caps: DeviceCaps) -> KernelSpec:
