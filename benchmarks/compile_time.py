@@ -3,7 +3,8 @@
     python -m benchmarks.compile_time [MODEL/WEIGHTS] [--arch sm_90a] [--tp 2] [--jobs 2] [-r 3] [--kernels] [-o FILE.json]
 
 The artifact is a registered identity without weights (a sparse file): compiling reads its directory only. Each repeat is a
-Python process of its own that imports, opens, plans, runs NVRTC and writes the folder; wall time is taken outside.
+Python process of its own that imports, opens, plans, runs NVRTC and writes the folder; wall time is taken outside, and the
+processor time of all its processes, which says more where other work shares the cores (``load_average``).
 ``--kernels`` compiles every kernel once more, alone, and lists the slowest.
 """
 
@@ -58,12 +59,13 @@ def once(path: Path, args: argparse.Namespace) -> dict[str, float]:
         command = [sys.executable, "-c", CHILD, str(path), f"{folder}/program", args.arch, str(args.tp), str(args.jobs),
                    str(args.context)]  # fmt: skip
         environment = os.environ | {"NINFERC_CACHE": f"{folder}/cache"}
-        began = time.perf_counter()
+        began, before = time.perf_counter(), os.times()
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True,
                               cwd=Path(__file__).resolve().parents[1])  # fmt: skip
-        wall = time.perf_counter() - began
+        wall, after = time.perf_counter() - began, os.times()
+    cpu = sum(getattr(after, name) - getattr(before, name) for name in ("children_user", "children_system"))
     parts: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return parts | {"wall": wall}
+    return parts | {"wall": wall, "processor time": cpu}
 
 
 def kernels(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
