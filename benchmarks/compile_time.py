@@ -108,9 +108,9 @@ def main() -> None:
     rows = [{"case": case, "metric": metric, "value": statistics.median(run[metric] for run in runs),
              "unit": "kernels" if metric == "kernels" else "s",
              "spread": [min(run[metric] for run in runs), max(run[metric] for run in runs)]} for metric in runs[0]]  # fmt: skip
-    record = {"command": ["python", "-m", "benchmarks.compile_time", *sys.argv[1:]], "cpu": cpu_name(), "cores": os.cpu_count(), "load_average": os.getloadavg()[0],
-              "python": platform.python_version(), "nvrtc": nvrtc.version(), "commit": commit(), "rows": rows,
-              "slowest_kernels": slow[:20]}  # fmt: skip
+    record = {"command": ["python", "-m", "benchmarks.compile_time", *sys.argv[1:]], "cpu": cpu_name(),
+              "cores": os.cpu_count(), "load_average": os.getloadavg()[0], "python": platform.python_version(),
+              "nvrtc": nvrtc.version(), "commit": commit(), "rows": rows, "slowest_kernels": slow[:20]}  # fmt: skip
     for row in rows:
         print(f"{row['case']}  {row['metric']:8s} {row['value']:8.2f} {row['unit']}  {row['spread']}")
     total = sum(item["seconds"] for item in slow)
