@@ -60,13 +60,9 @@ class ToolKernels:
         """Words of the synthetic generator to device memory (asynchronous)."""
         self._launch("synth_fill", 8 * self._sms, 256, [address, nbytes, key, mask, add])
 
-    def read_rate(self, address: int, nbytes: int, repeats: int = 5) -> float:
-        """Bytes/s of reading ``nbytes`` (several times the L2) once, median of ``repeats``: the faster of plain loads and
-        bulk copies, where the device has these."""
-        return max(self.read_rates(address, nbytes, repeats).values())
-
     def read_rates(self, address: int, nbytes: int, repeats: int = 5) -> dict[str, float]:
-        """The same by kernel."""
+        """Bytes/s of reading ``nbytes`` (several times the L2) once, median of ``repeats``, by kernel: plain loads and, where
+        the device has them, bulk copies."""
         sink = self.device.allocate(256, "measurement")
         shapes = {"read_all": (2 * self._sms, 512, 0), "read_bulk": (self._sms, 32, BULK_BYTES)}
         rates = {}

@@ -54,15 +54,15 @@ class Bench:
     def step(self) -> int:
         return self._ingress.step
 
-    def read_rate(self) -> float:
-        """Bytes/s of a plain read kernel over the weights of rank 0 (or a buffer of 1 GiB when they are small)."""
+    def read_rates(self) -> dict[str, float]:
+        """Bytes/s of each read kernel over a buffer of 8 GiB on rank 0. The faster one is the roofline."""
         device = self.backend.devices[0]
         size = 1 << 33
         address = device.allocate(size, "roofline measurement")
         self._tools[0].fill(address, size, 1, (1 << 64) - 1, 0)
-        rate = self._tools[0].read_rate(address, size)
+        rates = self._tools[0].read_rates(address, size)
         device.release(address)
-        return rate
+        return rates
 
     def fill_caches(self) -> None:
         """Random BF16 keys and values of root mean square 1 in every page, and recurrent states of order 0.1."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from compiler.emit.cache import Job, compile_all
@@ -42,22 +41,19 @@ class Choice:
     def weight(self) -> int:
         return self.product.n * self.product.k
 
-    def fields(self, tile: Tile) -> dict[str, Any]:
-        return asdict(tile)
-
     def spec(self, tile: Tile) -> KernelSpec:
         name = "_".join(str(value) for value in asdict(tile).values()).replace("True", "y").replace("False", "n")
         spec = spec_of(self.product, tile, self.caps)
         return replace(spec, entry=f"{spec.entry}_{name}")
 
-    def rounds(self, count: int, best: Callable[[], Tile]) -> Iterator[list[Tile]]:
-        """Tiles to measure: shapes, then for the best of them when dependents may start."""
+    def rounds(self, count: int) -> Iterator[list[Tile]]:
+        """Tiles to measure: shapes, then for the best of them (``tile`` by then) when dependents may start."""
         ranked = list(candidates(self.product, self.caps))
         single = [tile for tile in ranked if tile.blocks_per_sm == 1]
         fresh = [tile for tile in ranked if tile.blocks_per_sm == 0]
         tiles = list(dict.fromkeys(itertools.chain(ranked[: count // 2], single[: count // 4], fresh[: count // 4])))
         yield tiles
-        yield [replace(best(), release=release) for release in ("early", "late")]
+        yield [replace(self.tile, release=release) for release in ("early", "late")]
 
 
 class Tuner:
@@ -124,12 +120,11 @@ class Tuner:
         """Tiles by product key for one phase."""
         phase = self._program.phases[f"decode{lanes}x{width}"]
         choices = sorted(self._choices(phase), key=lambda c: -len(c.calls) * c.weight)
-        tiles = {c.key: c.tile for c in choices}
         specs: dict[int, KernelSpec] = {}
         best = first = self._time(phase, specs, context, steps)
         for choice in choices:
             tried: set[Tile] = set()
-            for offered in choice.rounds(variants, partial(tiles.__getitem__, choice.key)):
+            for offered in choice.rounds(variants):
                 fresh = [tile for tile in offered if tile not in tried]
                 tried.update(fresh)
                 self._prepare([choice.spec(tile) for tile in fresh])
@@ -137,7 +132,7 @@ class Tuner:
                     trial = specs | {index: choice.spec(tile) for index in choice.calls}
                     seconds = self._time(phase, trial, context, steps)
                     if seconds < best * GAIN:
-                        best, specs, tiles[choice.key] = seconds, trial, tile
-            self._log(f"{choice.key}: {choice.fields(tiles[choice.key])} step {best * 1e3:.3f} ms, {len(tried)} tried")
+                        best, specs, choice.tile = seconds, trial, tile
+            self._log(f"{choice.key}: {asdict(choice.tile)} step {best * 1e3:.3f} ms, {len(tried)} tried")
         self._log(f"decode{lanes}x{width}: step {first * 1e3:.3f} ms -> {best * 1e3:.3f} ms")
-        return {choice.key: choice.fields(tiles[choice.key]) for choice in choices}
+        return {choice.key: asdict(choice.tile) for choice in choices}

@@ -30,7 +30,7 @@ struct Activations {
 template <class G>
 NINFERC_DEVICE void norm_factors(f32* scratch, const Activations& in, f32 eps) {
   for (u32 task = warp_id(); task < G::bucket * sumsq_parts; task += G::threads / 32) {
-    const f32 part = sumsq_part_at_once<G::k>(in.at(task / sumsq_parts, 0), task % sumsq_parts);
+    const f32 part = sumsq_part<G::k>(in.at(task / sumsq_parts, 0), task % sumsq_parts);
     if (lane_id() == 0) scratch[task] = part;
   }
   sync_block();

@@ -24,14 +24,7 @@ template <u32 width>
 NINFERC_DEVICE void rmsnorm_held(const u32 (&held)[rmsnorm_rounds<width>], const u32 (&gain)[rmsnorm_rounds<width>], bf16* y,
                                  f32 eps, f32* parts) {
   constexpr u32 pairs = width / 2, rounds = rmsnorm_rounds<width>;
-  f32 sum = 0;
-#pragma unroll
-  for (u32 i = 0; i < rounds; ++i) {
-    const f32x2 v = unpack_bf16x2(held[i]);
-    sum = fmaf(v.x, v.x, sum);
-    sum = fmaf(v.y, v.y, sum);
-  }
-  sum = warp_sum(sum);
+  const f32 sum = sumsq_held(held);
   if (lane_id() == 0) parts[warp_id()] = sum;
   sync_block();
   const f32 factor = rms_factor(sumsq_total(parts), width, eps);

@@ -13,28 +13,9 @@ namespace ninferc {
 
 constexpr u32 sumsq_parts = 8;
 
-// Part 0..7 of a row of `width` columns (even), for all lanes of a full warp.  The row is 4-byte aligned.
-NINFERC_DEVICE f32 sumsq_part(const bf16* row, u32 width, u32 part) {
-  f32 sum = 0;
-#pragma unroll 4
-  for (u32 pair = part * 32 + lane_id(); pair < width / 2; pair += 32 * sumsq_parts) {
-    const f32x2 x = unpack_bf16x2(ld_global<u32>(row + 2 * pair));
-    sum = fmaf(x.x, x.x, sum);
-    sum = fmaf(x.y, x.y, sum);
-  }
-  return warp_sum(sum);
-}
-
-// The same with the width known: all loads are in flight together.
-template <u32 width>
-NINFERC_DEVICE f32 sumsq_part_at_once(const bf16* row, u32 part) {
-  constexpr u32 rounds = (width / 2 + 32 * sumsq_parts - 1) / (32 * sumsq_parts);
-  u32 held[rounds];
-#pragma unroll
-  for (u32 i = 0; i < rounds; ++i) {
-    const u32 pair = (i * sumsq_parts + part) * 32 + lane_id();
-    held[i] = pair < width / 2 ? ld_global<u32>(row + 2 * pair) : 0;
-  }
+// Of the pairs that a thread holds, summed over its warp.
+template <u32 rounds>
+NINFERC_DEVICE f32 sumsq_held(const u32 (&held)[rounds]) {
   f32 sum = 0;
 #pragma unroll
   for (u32 i = 0; i < rounds; ++i) {
@@ -43,6 +24,20 @@ NINFERC_DEVICE f32 sumsq_part_at_once(const bf16* row, u32 part) {
     sum = fmaf(x.y, x.y, sum);
   }
   return warp_sum(sum);
+}
+
+// Part 0..7 of a row of `width` columns (even), for all lanes of a full warp, all loads in flight together.  The row is 4-byte
+// aligned.
+template <u32 width>
+NINFERC_DEVICE f32 sumsq_part(const bf16* row, u32 part) {
+  constexpr u32 rounds = (width / 2 + 32 * sumsq_parts - 1) / (32 * sumsq_parts);
+  u32 held[rounds];
+#pragma unroll
+  for (u32 i = 0; i < rounds; ++i) {
+    const u32 pair = (i * sumsq_parts + part) * 32 + lane_id();
+    held[i] = pair < width / 2 ? ld_global<u32>(row + 2 * pair) : 0;
+  }
+  return sumsq_held(held);
 }
 
 // All parts, in order.
