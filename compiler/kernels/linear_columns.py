@@ -212,8 +212,8 @@ def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
         for warps_r, warps_k, stages, blocks in itertools.product(range(1, 13), spread, (2, 3, 4, 6), (0, 1, 2, 3)):
             if warps_r * warps_k > 24 or (few and warps_r > 6 and warps_k > 1):
                 continue
-            for mtiles in (unit, 2 * unit) if few else (unit,):
-                for resident in (True, False) if few else (False,):
+            for mtiles in (unit, 2 * unit):
+                for resident in (True, False) if product.bucket <= 16 else (False,):
                     tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, split, release)
                     if registers_fit(product, tile) and fits(product, tile, caps):
                         yield tile

@@ -14,7 +14,7 @@ from runtime.cuda.driver import DeviceError, NoDevice, api
 from runtime.open import ArtifactWeights, Opened, cached_program, is_program, open_program
 from runtime.vm.weights import WeightStore
 
-SHORT_PROMPT = (1, 32)  # lanes x columns of the graph that takes a short prompt; only a row of bench needs it
+SHORT_PROMPT = (1, 24)  # lanes x columns of the graph that takes a short prompt; only a row of bench needs it
 
 
 def open_for_bench(path: Path, devices: list[int], pairs: list[tuple[int, int]], context: int, weights: str, *,

@@ -138,7 +138,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
             cp_async_commit();
             w_copier.step();
             fill_at = stage_at;
-            product.add(stage_at, x_chunk);
+            product.add(stage_at, x_chunk, args.columns);
             x_chunk += G::slices * 256;
             stage_at = stage_at + G::stage_bytes == ring + G::ring_bytes ? ring : stage_at + G::stage_bytes;
           }
@@ -159,7 +159,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
           cp_async_commit();
           cp_async_wait<stages - 2>();
           x_copier.order(x_after);
-          product.add(stage_at, x_at + x_lane);
+          product.add(stage_at, x_at + x_lane, args.columns);
           x_fill_at = x_at;
           x_at = x_after;
           advance();

@@ -166,8 +166,9 @@ struct ChunkProduct {
         for (u32 e = 0; e < 4; ++e) sum[m][t][e] = 0;
   }
 
-  // `x`: this lane's activations of column 0 of each tile of eight (x_pitch apart: columns), at the chunk.
-  NINFERC_DEVICE void add(u32 stage, u32 x) {
+  // `x`: this lane's activations of column 0 of each tile of eight (x_pitch apart: columns), at the chunk.  Tiles past the
+  // last of `columns` are left out.
+  NINFERC_DEVICE void add(u32 stage, u32 x, u32 columns) {
     Rows rows[G::mtiles];
 #pragma unroll
     for (u32 m = 0; m < G::mtiles; ++m) rows[m].load(stage, m);
@@ -180,6 +181,7 @@ struct ChunkProduct {
         for (u32 m = 0; m < G::mtiles; ++m) rows[m].unpack(first + s, a[m][s]);
 #pragma unroll
       for (u32 t = 0; t < G::ntiles; ++t) {
+        if (t != 0 && t * 8 >= columns) break;
         u32x4 b[group_steps];
 #pragma unroll
         for (u32 s = 0; s < group_steps; ++s) b[s] = ld_shared<u32x4>(x + t * 8 * G::x_pitch + (first + s) * 64);
