@@ -147,7 +147,7 @@ def plan_conversion(
         draft_ids=_draft_ids(options, source, resources, log),
         with_mtp=origin("mtp/").has_mtp,
     )
-    layout = preflight(main, base, text, planner.needs(), log, published=entry is not None)
+    layout = preflight(main, base, text, planner.needs(), log, published=entry.identity if entry else None)
     plan = planner.build(model_id, resources, origin("vision/").checkpoint.config)
     plan.layout = str(layout)
     return plan, recipe, notes, [source] if base_source is None else [source, base_source]

@@ -16,6 +16,7 @@ that is no BF16 number is rounded to BF16 (at most one part in 2^8); the codes s
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -116,6 +117,8 @@ FOREIGN = {  # parts that a linear of this kind must not have
 SUFFIXES = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_scale_2", "input_global_scale",
             "input_scale", "weight_scale_inv")  # fmt: skip
 SCALAR = ((), (1,), (1, 1))
+# Numbers that describe activations or caches and have no place in an artifact.
+IGNORED = re.compile(r"\.(k_scale|v_scale|q_scale|prob_scale|input_scale|output_scale|input_global_scale|inv_freq)$")
 
 
 def kind_of(checkpoint: Checkpoint, name: str) -> Kind:

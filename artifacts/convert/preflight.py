@@ -14,7 +14,6 @@ is looked up, and everything that is missing, superfluous or of another type or 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,11 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from artifacts.container.directory_v2 import Identity
 from artifacts.container.schema import ObjectPlan
-from artifacts.convert.checkpoint import Checkpoint, SourceTensor
+from artifacts.convert.checkpoint import Checkpoint, SourceTensor, read_json
 from artifacts.convert.config import published_problems
-from artifacts.convert.linear import COMPRESSED, KINDS, MODELOPT, PLAIN, Linear, Notes, kind_of, part_problems, wrong
-from artifacts.convert.sources import Source
+from artifacts.convert.linear import COMPRESSED, IGNORED, KINDS, MODELOPT, PLAIN, Linear, Notes, kind_of, part_problems, wrong
+from artifacts.convert.manifest import MANIFEST, MAX_MANIFEST_BYTES, PUBLISHED, manifest_problems
+from artifacts.convert.sources import TOWERS, Source
 from artifacts.errors import ConfigError, quoted
 from artifacts.identities import TextDims
 
@@ -35,8 +36,6 @@ SHOWN_PROBLEMS = 20
 QUANTIZED_TYPES = ("U8", "F8_E4M3")
 FIRST_ROW = np.zeros(1, np.int32)  # of a draft head: its rows are rows of the output head
 FORMATS_OF_COMPRESSED = ("nvfp4-pack-quantized", "float-quantized", "mixed-precision")
-# Numbers that describe activations or caches and have no place in an artifact.
-IGNORED = re.compile(r"\.(k_scale|v_scale|q_scale|prob_scale|input_scale|output_scale|input_global_scale|inv_freq)$")
 
 
 @dataclass
@@ -100,6 +99,19 @@ class Survey(Source):
             copied = name.removeprefix(self.trunk) in known and self.checkpoint.tensors[name].dtype not in QUANTIZED_TYPES
             if not copied and not IGNORED.search(name):
                 self.note(f"tensor {quoted(name)} is not part of a model with these dimensions")
+
+    def manifest(self, identity: Identity | None, log: Callable[[str], None]) -> None:
+        """Note what the manifest of a PrismaQuant export, where there is one, says that the tensors contradict."""
+        path = self.checkpoint.directory / MANIFEST
+        if not path.exists():
+            if identity in PUBLISHED:
+                log(f"the checkpoint has no {MANIFEST}; its formats are taken from the tensors alone")
+            return
+        found = read_json(path, MAX_MANIFEST_BYTES)
+        problems = list(manifest_problems(found, self.checkpoint.tensors, self.trunk, TOWERS, identity))
+        self.note(*problems)
+        if not problems:
+            log(f"{MANIFEST}: nothing in it contradicts the tensors")
 
     def layout(self) -> Layout:
         """The layout by the tensors that were looked up. Notes a configuration that contradicts it."""
@@ -193,15 +205,15 @@ def preflight(
     dims: TextDims,
     needs: Iterable[Need],
     log: Callable[[str], None],
-    published: bool = False,
+    published: Identity | None = None,
 ) -> Layout:
     """Check both checkpoints against the objects that will be made of them; no weight is read.
 
-    published: the artifact gets the name of a published one, so unquantized matrices must be BF16, the configurations
-    must have the published members and no stray file may lie beside the shards. Returns the layout of `main`.
+    published: the artifact gets the name of this published one, so unquantized matrices must be BF16, configurations and
+    manifest must have the published members and no stray file may lie beside the shards. Returns the layout of `main`.
     Errors: ConfigError that names the first problem and counts them; `log` gets the others, one line each.
     """
-    types = ("BF16",) if published else None
+    types = ("BF16",) if published is not None else None
     surveys = {"main": Survey(main, dims, types)}
     if base is not None:
         surveys["base"] = Survey(base, dims, types)
@@ -212,11 +224,12 @@ def preflight(
     if base is not None and (surveys["base"].layout().name != UNQUANTIZED or surveys["base"].quantized_kinds()):
         surveys["base"].note("it must be an unquantized checkpoint")
     log(f"source layout: {layout}")
+    surveys["main"].manifest(published, log)
     for survey in surveys.values():
-        if published:
+        if published is not None:
             survey.note(*published_problems(survey.checkpoint.config))
         for stray in survey.checkpoint.strays:
-            if published:
+            if published is not None:
                 survey.note(f"{quoted(stray)} is not in the index of shards")
             else:
                 log(f"{quoted(stray)} is not in the index of shards and is not read")

@@ -1,5 +1,6 @@
 """Mutated checkpoints: `convert` makes an artifact that verifies, or says in one line what is wrong."""
 
+import copy
 import json
 import random
 import time
@@ -36,7 +37,7 @@ def put(value: Any, path: tuple[Any, ...], change: Any, remove: bool) -> None:
     if remove and isinstance(value, dict):
         del value[path[-1]]
     else:
-        value[path[-1]] = change
+        value[path[-1]] = copy.deepcopy(change)  # VALUES stay as they are, however often they are put somewhere
 
 
 def mutate_json(rng: random.Random, value: Any) -> None:
