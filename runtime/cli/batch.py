@@ -13,8 +13,9 @@ import typer
 from runtime.cli import options as opt
 from runtime.cli.errors import InputError, UsageError
 from runtime.cli.files import AtomicFile, read_bytes
-from runtime.cli.io import Diagnostics
+from runtime.cli.io import Diagnostics, Level
 from runtime.cli.load import Choices, Source
+from runtime.cli.observe import open_diagnostics, timed
 from runtime.cli.prompt import check_ids, open_frontend
 from runtime.frontend.errors import FrontendError, OptionError
 from runtime.frontend.frontend import Frontend, Prompt, PromptOptions
@@ -175,7 +176,10 @@ def batch(
     no_cuda_graph: opt.NoGraph = False,
     chat_template: opt.TemplateFile = None,
     numerics: opt.Numerics = None,
+    rope: opt.Rope = None,
+    kv_dtype: opt.KvDtype = None,
     yes: opt.Yes = False,
+    log_level: opt.LogLevel = None,
 ) -> None:
     """Answer the requests of a file, up to B at a time. Each line is a JSON object with one of prompt, messages, ids.
 
@@ -183,13 +187,14 @@ def batch(
     presence_penalty, frequency_penalty, seed, greedy, stop, reasoning_stop, stop_token_ids, ignore_eos, raw.
     Every line is checked before anything runs; OUT.jsonl appears when all have ended.
     """
-    say = Diagnostics()
+    say = open_diagnostics(log_level)
     data = read_bytes(requests, MAX_INPUT_BYTES, "IN.jsonl")
     lines = read_lines(data, str(requests))
     source = Source(target, Choices(artifact, device, arch, card, max_context, max_concurrency, prefill_chunk, kv_capacity,
                                     vram_headroom_mib, numerics, no_cuda_graph, yes, devices=devices,
                                     transport=transport, exchange=exchange, check_ranks=check_ranks), say)  # fmt: skip
-    frontend = open_frontend(source.artifact, source.spec.vocab_rows, chat_template)
+    with timed(say, "frontend"):
+        frontend = open_frontend(source.artifact, source.spec.vocab_rows, chat_template)
     entries: list[Entry] = []
     for number, value in lines:
         try:
@@ -199,6 +204,8 @@ def batch(
             raise InputError(f"{requests}, line {number}: {text}") from None
     source.require_patience(sum(len(entry.prompt.ids) for entry in entries),
                             sum(entry.job.request.max_new for entry in entries))  # fmt: skip
+    for note in frontend.notes if frontend else ():
+        say.line(note, Level.WARNING)
     with AtomicFile(output) as file:
         backend = source.load()
         try:
@@ -206,7 +213,7 @@ def batch(
             backend.wait()
         finally:
             backend.close()
-        source.checked(backend)
+        source.ended()
 
 
 def _answer(session: Session, entries: list[Entry], lanes: int | None, as_finished: bool, file: AtomicFile,

@@ -13,8 +13,9 @@ from compiler.driver import limits_of, model_of
 from compiler.explain.memory import amount, total_bytes
 from compiler.program.io import check_target
 from runtime.cli import options as opt
-from runtime.cli.io import Diagnostics
-from runtime.cli.load import compile_options, compile_progress, open_artifact
+from runtime.cli.io import Level
+from runtime.cli.load import compile_options, open_artifact
+from runtime.cli.observe import compile_progress, describe, open_diagnostics, timed
 from runtime.cli.target import compile_place, compile_target, gpu_name
 from runtime.open import compile_to
 
@@ -34,27 +35,34 @@ def compile_command(
     kv_capacity: opt.KvCapacity = None,
     jobs: opt.Jobs = None,
     profile: opt.ProfileFile = None,
+    rope: opt.Rope = None,
+    kv_dtype: opt.KvDtype = None,
+    log_level: opt.LogLevel = None,
 ) -> None:
     """Compile an artifact for one GPU, or for two that share it. No weights are read; the folder appears when it is complete.
 
     --arch native is the GPU of this machine, or what --devices have in common. An existing program folder of that name is
     replaced.
     """
-    say, started = Diagnostics(), time.monotonic()
-    with open_artifact(artifact, say) as opened:
+    say, started = open_diagnostics(log_level), time.monotonic()
+    with timed(say, "artifact opened"):
+        opened = open_artifact(artifact, say)
+    with opened:
         spec = model_of(opened)
         place, ranks = compile_place(arch, tp, devices)
         options = compile_options(spec, max_context, max_concurrency, prefill_chunk, kv_capacity,
                                   opt.read_pairs(pairs) if pairs else (), ranks, exchange)  # fmt: skip
         limits_of(spec, options)
         if place is not None and place.shared:
-            say.line(f"--devices {place}: a test mode, each rank is compiled for its share of one GPU")
+            say.line(f"--devices {place}: a test mode, each rank is compiled for its share of one GPU",
+                     Level.WARNING)  # fmt: skip
         caps = compile_target(arch, card, place)
         check_target(output)
         if profile is not None:
             profiles.use(profile, gpu_name() if arch == "native" else None)
         with compile_progress(say, caps.arch) as report:
             program = compile_to(opened, output, caps, options, report, jobs)
+    describe(say, program)
     say.summary("program", output)
     say.summary("target", f"{caps.arch}, {caps.sms} multiprocessors")
     say.summary("tensor parallel", program.tp)

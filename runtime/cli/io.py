@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from enum import IntEnum
 from types import TracebackType
 from typing import BinaryIO, Protocol, Self, TextIO
 
@@ -82,22 +83,46 @@ def silence(stream: _HasFileno) -> None:
         pass
 
 
+class Level(IntEnum):
+    """How much goes to stderr (``--log-level``): what is said at a level shows at it and at those before it.
+
+    The error line that ends a command is no diagnostic: it shows at every level, alone at ERROR and OFF.
+    """
+
+    TRACE = 0  # every kernel, every step
+    DEBUG = 1  # where time and memory went
+    INFO = 2  # summary rows, reasoning, bars
+    WARNING = 3  # what the user may not expect
+    ERROR = 4
+    OFF = 5
+
+
 class Diagnostics:
     """stderr: lines, reasoning text, summary rows, and at most one progress bar at a time.
 
-    `interactive` tells whether bars are drawn: stderr is a terminal that moves its cursor.
+    `interactive` tells whether bars are drawn: stderr is a terminal that moves its cursor, and the level allows them.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: TextIO | None = None, *, level: Level = Level.INFO,
+                 clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
         """stream: default the process's stderr; None there (no console) discards everything."""
         self._stream: TextIO | None = stream if stream is not None else sys.stderr
-        self.interactive = _is_terminal(self._stream)
+        self.level = level
+        self.interactive = self.says(Level.INFO) and _is_terminal(self._stream)
         self._clock = clock
         self._bar: ProgressBar | None = None
         self._ended = True
 
-    def line(self, text: str) -> None:
+    def says(self, level: Level) -> bool:
+        """Whether something of this level shows."""
+        return level >= self.level
+
+    def line(self, text: str, level: Level = Level.INFO) -> None:
         """One line, below any streamed text and above the progress bar."""
+        if not self.says(level):
+            return
+        if level < Level.INFO:
+            text = f"{level.name.lower()} {text}"
         if self._bar is not None:
             self._bar.erase()
         self._put(("" if self._ended else "\n") + text.rstrip("\n") + "\n")
@@ -106,6 +131,8 @@ class Diagnostics:
 
     def stream(self, text: str) -> None:
         """Text as it comes, such as reasoning; the next line starts below it."""
+        if not self.says(Level.INFO):
+            return
         if self._bar is not None:
             self._bar.erase()
         self._put(text)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,12 +13,14 @@ from compiler.explain.memory import amount, device_memory, total_bytes, weight_v
 from compiler.model import ModelSpec
 from compiler.program.model import Program
 from runtime.backend import Backend, VMBackend
-from runtime.cli.capacity import auto_capacity
+from runtime.cli.capacity import DRIVER_BYTES, auto_capacity
 from runtime.cli.errors import UsageError
-from runtime.cli.io import Diagnostics
+from runtime.cli.io import Diagnostics, Level
+from runtime.cli.observe import ObservedBackend, compile_progress, describe, timed
 from runtime.cli.options import AUTO, WIRES, read_devices
 from runtime.cli.predict import cpu_seconds, duration
 from runtime.cli.target import choose_place, compile_target, free_memory
+from runtime.cuda.transport import HOST
 from runtime.lockstep import CheckedBackend
 from runtime.open import ArtifactWeights, cached_program, is_program, open_program
 from runtime.vm import Machine
@@ -76,26 +76,9 @@ def open_artifact(path: Path, say: Diagnostics) -> artifacts.Artifact:
     """Open an artifact and say so when an interrupted tool left a torn directory. Raises ArtifactError."""
     artifact = artifacts.open(path)
     if artifact.recovered_from is not None:
-        say.line(f"{path}: an interrupted rewrite left a torn directory; reading {artifact.recovered_from.name} instead")
+        say.line(f"{path}: an interrupted rewrite left a torn directory; reading {artifact.recovered_from.name} instead",
+                 Level.WARNING)  # fmt: skip
     return artifact
-
-
-@contextmanager
-def compile_progress(say: Diagnostics, arch: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress callback of compiling: a bar on a terminal, and one line in any case. Nothing shows when every kernel
-    comes from the cache."""
-    started = False
-    with say.progress("compiling kernels", 0) as bar:
-
-        def report(done: int, total: int, entry: str) -> None:
-            nonlocal started
-            bar.total = total
-            if not started and done < total:
-                started = True
-                say.line(f"compiling {total - done} kernels for {arch}")
-            bar.advance(done - bar.done)
-
-        yield report
 
 
 def wire_of(program: Program) -> str:
@@ -119,8 +102,11 @@ class Source:
             raise UsageError("--no-cuda-graph needs a GPU; the CPU has no graphs")
         self.program: Program | None = None
         self.limits: ControlLimits
+        self._checked: CheckedBackend | None = None
+        self._observed: ObservedBackend | None = None
         if is_program(path) or path.is_dir():
-            opened = open_program(path, choices.artifact)
+            with timed(say, "program and artifact opened"):
+                opened = open_program(path, choices.artifact)
             self.program, self.artifact = opened.program, opened.artifact
             self.spec, self.limits = self.program.spec, self.program.limits
             self._fixed()
@@ -129,8 +115,9 @@ class Source:
             self._ranks(len(self.place.devices) or 1)
             if choices.artifact is not None:
                 raise UsageError("--artifact belongs to a program folder; an artifact was named itself")
-            self.artifact = open_artifact(path, say)
-            self.spec = model_of(self.artifact)
+            with timed(say, "artifact opened"):
+                self.artifact = open_artifact(path, say)
+                self.spec = model_of(self.artifact)
             context = choices.max_context or min(max(DEFAULT_CONTEXT, choices.tokens), self.spec.max_position)
             self.caps = compile_target(choices.arch, choices.card, self.place)
             self.options = self._capacity(compile_options(self.spec, context, choices.max_concurrency, choices.prefill_chunk,
@@ -198,10 +185,11 @@ class Source:
     def compiled(self) -> Program:
         """The program; an artifact's is taken from the user cache or compiled into it."""
         if self.place.reason:
-            self.say.line(f"{self.place.reason}: the program runs on the CPU, on the Python VM")
+            self.say.line(f"{self.place.reason}: the program runs on the CPU, on the Python VM", Level.WARNING)
         if self.program is None:
-            with compile_progress(self.say, self.caps.arch) as report:
-                self.program, _ = cached_program(self.artifact, self.caps, self.options, report)
+            with timed(self.say, "program"), compile_progress(self.say, self.caps.arch) as report:
+                self.program, folder = cached_program(self.artifact, self.caps, self.options, report)
+            self.say.line(f"program folder: {folder}", Level.DEBUG)
         return self.program
 
     def load(self) -> Backend:
@@ -209,6 +197,7 @@ class Source:
         program = self.compiled()
         store = WeightStore(ArtifactWeights(self.artifact))
         encoded = sum(nbytes for _, nbytes, _ in weight_values(program))
+        describe(self.say, program)
         started = time.monotonic()
         if self.place.cpu:
             backend: Backend = VMBackend(Machine(program, store, self.choices.numerics or "engine"))
@@ -216,20 +205,28 @@ class Source:
             from runtime.cuda.backend import CudaBackend
 
             if self.place.shared:
-                self.say.line(f"--devices {self.place}: a test mode, both ranks on one GPU, each with half of it")
+                self.say.line(f"--devices {self.place}: a test mode, both ranks on one GPU, each with half of it",
+                              Level.WARNING)  # fmt: skip
             with self.say.progress("uploading weights", encoded, "B") as bar:
                 backend = CudaBackend(program, store, list(self.place.devices), self.choices.eager,
                                       lambda done, _: bar.advance(done - bar.done),
                                       self.choices.transport or "auto")  # fmt: skip
-        self._rows(program, backend, encoded, time.monotonic() - started)
-        return CheckedBackend(backend) if self.choices.check_ranks else backend
+        self.rows(program, backend, encoded, time.monotonic() - started)
+        if self.choices.check_ranks:
+            backend = self._checked = CheckedBackend(backend)
+        if self.say.says(Level.DEBUG):
+            backend = self._observed = ObservedBackend(backend, self.say)
+        return backend
 
-    def checked(self, backend: Backend) -> None:
-        """How many steps --check-ranks compared; each that differs ends the run."""
-        if isinstance(backend, CheckedBackend):
-            self.say.summary("ranks compared", f"{backend.rounds} steps, no difference")
+    def ended(self) -> None:
+        """How many steps there were, and how many of them --check-ranks compared; one that differs ends the run."""
+        if self._checked is not None:
+            self.say.summary("ranks compared", f"{self._checked.rounds} steps, no difference")
+        if self._observed is not None:
+            self.say.line(f"launches: {self._observed.said()}", Level.DEBUG)
 
-    def _rows(self, program: Program, backend: Backend, encoded: int, seconds: float) -> None:
+    def rows(self, program: Program, backend: Backend, encoded: int, seconds: float) -> None:
+        """Load rows. encoded: bytes of the weights on the device; seconds: from opened to ready."""
         row, identity = self.say.summary, program.artifact
         tensors = sum(1 for item in self.artifact.objects.values() if isinstance(item, artifacts.TensorObject))
         row("target", program.caps.arch + (f" on cpu, {self.choices.numerics or 'engine'} numerics" if self.place.cpu
@@ -238,20 +235,33 @@ class Source:
         row("artifact file", amount(identity.file_bytes))
         row("tensors / resources", f"{tensors} / {len(self.artifact.objects) - tensors}")
         row("tensor parallel", program.tp)
-        row("rope", f"native, theta {program.spec.rope_theta:g}, ceiling {program.limits.max_context} of "
-                    f"{program.spec.max_position}")  # fmt: skip
+        row("rope", f"native, factor 1, origin {program.spec.max_position}, ceiling {program.limits.max_context}, mscale 1, "
+                    f"theta {program.spec.rope_theta:g}")  # fmt: skip
         if self.place.cpu:
             row("cpu weights", f"{amount(encoded)}, decoded at first use")
             return
-        row("weight upload", f"{amount(encoded)} in {seconds:.2f} s with graphs, {encoded / 1e9 / max(seconds, 1e-9):.2f} GB/s")
         from runtime.cuda.backend import CudaBackend
 
-        if isinstance(backend, CudaBackend) and backend.exchange is not None:
+        assert isinstance(backend, CudaBackend)
+        sent, took = backend.uploaded
+        row("weight upload", f"{amount(sent)} in {took:.2f} s, {sent / 1e9 / max(took, 1e-9):.2f} GB/s")
+        row("load", f"{seconds:.2f} s with kernels and graphs")
+        if backend.exchange is not None:
             row("transport", f"{backend.exchange.transport}, {wire_of(program)}")
         for rank, uses in enumerate(device_memory(program)):
             for use, nbytes in uses.items():
                 row(f"gpu{rank} {use}", amount(nbytes))
-            row(f"gpu{rank} reserved", amount(total_bytes(program, rank)))
-            if isinstance(backend, CudaBackend):
-                info = backend.devices[rank].info()
-                row(f"gpu{rank} free / total", f"{amount(info.free)} / {amount(info.total)}")
+            reserved, free = total_bytes(program, rank), backend.free_at_start[rank]
+            row(f"gpu{rank} reserved", amount(reserved))
+            info = backend.devices[rank].info()
+            if not self.place.shared:  # else what the ranks took cannot be told apart
+                elsewhere = uses["exchange"] if backend.exchange and backend.exchange.transport == HOST else 0
+                row(f"gpu{rank} kernels and graphs", f"{amount(max(free - info.free - reserved + elsewhere, 0))}, "
+                                                     f"{amount(DRIVER_BYTES)} allowed with the context")  # fmt: skip
+                row(f"gpu{rank} planned slack", _signed(free - reserved - DRIVER_BYTES))
+            row(f"gpu{rank} free at start", amount(free))
+            row(f"gpu{rank} free / total", f"{amount(info.free)} / {amount(info.total)}")
+
+
+def _signed(nbytes: int) -> str:
+    return f"-{amount(-nbytes)}" if nbytes < 0 else amount(nbytes)

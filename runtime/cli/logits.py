@@ -12,8 +12,8 @@ import typer
 from runtime.cli import options as opt
 from runtime.cli.errors import InputError
 from runtime.cli.files import AtomicFile
-from runtime.cli.io import Diagnostics
 from runtime.cli.load import Choices, Source
+from runtime.cli.observe import open_diagnostics
 from runtime.cli.prompt import read_ids
 from runtime.session import RequestError, Session, check_ids
 
@@ -41,13 +41,16 @@ def logits(
     prefill_chunk: opt.PrefillChunk = None,
     no_cuda_graph: opt.NoGraph = False,
     numerics: opt.Numerics = None,
+    rope: opt.Rope = None,
+    kv_dtype: opt.KvDtype = None,
     yes: opt.Yes = False,
+    log_level: opt.LogLevel = None,
 ) -> None:
     """Write the logits after every token of a sequence: row t belongs to the token that follows ids[0..t].
 
     Columns are the rows of the output head, padded ones included.
     """
-    say = Diagnostics()
+    say = open_diagnostics(log_level)
     tokens = read_ids(ids)
     source = Source(target, Choices(artifact, device, arch, card, max_context, None, prefill_chunk, None, None, numerics,
                                     no_cuda_graph, yes, len(tokens), devices=devices,
@@ -73,6 +76,6 @@ def logits(
             backend.wait()
         finally:
             backend.close()
-        source.checked(backend)
+        source.ended()
     say.summary("tokens", rows)
     say.summary("logits", f"{rows} x {width} float32")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from runtime.cli.errors import UsageError
+from runtime.cli.io import Level
 from runtime.frontend.presets import parse_decimal, parse_unsigned
 
 
@@ -86,6 +87,18 @@ def one_of(option: str, *allowed: str) -> Callable[[str], str]:
     return parse
 
 
+def only(option: str, allowed: str, *known: str) -> Callable[[str], str]:
+    """Parser of an option with one supported value, which others of the same name have more of. It raises UsageError."""
+
+    def parse(text: str) -> str:
+        if text != allowed:
+            raise UsageError(f"{option} {text} is not supported; {allowed} is" if text in known
+                             else f"{option} {text[:40]!r}: {allowed} is allowed")  # fmt: skip
+        return text
+
+    return parse
+
+
 WIRES = {"fp32": "f32", "bf16": "bf16"}
 """``--exchange``: what ranks send each other in decode steps, by its name in the compiler."""
 
@@ -135,6 +148,14 @@ Numerics = Annotated[str | None, typer.Option("--numerics", metavar="exact|engin
                                               help="on cpu: float64, or rounded as the kernels do (default)")]  # fmt: skip
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="run on the CPU however long it is predicted to take")]
 NoGraph = Annotated[bool, typer.Option("--no-cuda-graph", help="launch kernels one by one; same tokens")]
+LEVELS = tuple(level.name.lower() for level in Level)
+LogLevel = Annotated[str | None, typer.Option("--log-level", metavar="|".join(LEVELS), parser=one_of("--log-level", *LEVELS),
+                                              help="what goes to stderr; default info")]  # fmt: skip
+Rope = Annotated[str | None, typer.Option("--rope", metavar="native", parser=only("--rope", "native", "yarn"),
+                                          help="rotary regime; native (default) is the one there is")]  # fmt: skip
+KvDtype = Annotated[str | None, typer.Option("--kv-dtype", metavar="bf16",
+                                             parser=only("--kv-dtype", "bf16", "int8", "fp8", "nvfp4", "k8v4"),
+                                             help="numbers of the KV cache; bf16 (default) are the ones there are")]
 Temperature = Annotated[float | None, typer.Option("--temperature", metavar="X", parser=decimal("--temperature"),
                                                    help="0…2; 0 is greedy; default: the model's")]  # fmt: skip
 TopP = Annotated[float | None, typer.Option("--top-p", metavar="X", parser=decimal("--top-p"), help="0…1")]

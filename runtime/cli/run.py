@@ -11,10 +11,12 @@ from typing import Annotated
 import typer
 
 from compiler.control import PAGE
+from compiler.explain.memory import amount, device_memory
 from runtime.cli import options as opt
 from runtime.cli.errors import UsageError
-from runtime.cli.io import Diagnostics, Output
-from runtime.cli.load import Choices, Source
+from runtime.cli.io import Diagnostics, Level, Output
+from runtime.cli.load import DEFAULT_HEADROOM, Choices, Source
+from runtime.cli.observe import open_diagnostics, timed
 from runtime.cli.prompt import make_prompt, open_frontend
 from runtime.frontend.frontend import PromptOptions
 from runtime.frontend.output_stream import Event, TextPiece, ToolCalls
@@ -62,14 +64,19 @@ def run(
     print_token_ids: Annotated[bool, typer.Option("--print-token-ids", help="ids of prompt and answer on stderr")] = False,
     prefill: Annotated[str, typer.Option("--prefill", metavar="chunks|none", help="none: through decode steps")] = "chunks",
     numerics: opt.Numerics = None,
+    rope: opt.Rope = None,
+    kv_dtype: opt.KvDtype = None,
     yes: opt.Yes = False,
+    log_level: opt.LogLevel = None,
 ) -> None:
     """Answer one prompt. The answer goes to stdout as it comes; reasoning and a summary go to stderr.
 
     An artifact is compiled into the user cache first. Without a GPU the same program runs on the CPU.
     """
     started = time.monotonic()
-    say = Diagnostics()
+    say = open_diagnostics(log_level)
+    if print_token_ids and not say.says(Level.INFO):
+        raise UsageError(f"--print-token-ids writes to stderr, and --log-level {log_level} leaves that out; info is needed")
     if prefill not in ("chunks", "none"):
         raise UsageError(f"--prefill {prefill[:40]!r}: chunks or none is allowed")
     if thinking_budget is not None and (no_thinking or raw_output):
@@ -77,7 +84,8 @@ def run(
     source = Source(target, Choices(artifact, device, arch, card, max_context, None, prefill_chunk, kv_capacity,
                                     vram_headroom_mib, numerics, no_cuda_graph, yes, devices=devices,
                                     transport=transport, exchange=exchange, check_ranks=check_ranks), say)  # fmt: skip
-    frontend = open_frontend(source.artifact, source.spec.vocab_rows, chat_template)
+    with timed(say, "frontend"):
+        frontend = open_frontend(source.artifact, source.spec.vocab_rows, chat_template)
     given = make_prompt(frontend, prompt, messages, ids, PromptOptions(False if no_thinking else None, reasoning_effort))
     wanted = SamplingOptions(temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty, seed, greedy, ignore_eos,
                              max_new, stop_token_id or ())  # fmt: skip
@@ -96,7 +104,7 @@ def run(
     check_request(job.request, source.limits)
     source.require_patience(len(given.ids), params.max_new)
     for note in frontend.notes if frontend else ("the artifact has no tokenizer: the answer is printed as token ids",):
-        say.line(note)
+        say.line(note, Level.WARNING)
 
     backend = source.load()
     output = Output()
@@ -121,7 +129,7 @@ def run(
         backend.wait()
     finally:
         backend.close()
-    source.checked(backend)
+    source.ended()
     if print_token_ids:
         say.line("prompt ids " + " ".join(map(str, given.ids)))
         say.line("answer ids " + " ".join(map(str, outcome.ids)))
@@ -144,9 +152,14 @@ def _summary(say: Diagnostics, outcome: Outcome, params: SamplingParams, prepare
     limits = source.limits
     policy = "full context per lane"
     if limits.pages * PAGE < limits.lanes * limits.max_context:
-        policy = "as the GPU has room" if source.choices.kv_capacity == opt.AUTO else "given"
+        headroom = DEFAULT_HEADROOM if source.choices.headroom is None else source.choices.headroom
+        policy = f"as the GPU has room, {headroom} MiB left free" if source.choices.kv_capacity == opt.AUTO else "given"
     row("kv capacity", f"{limits.pages * PAGE} tokens, {policy}")
-    row("kv pages used / max", f"{pages_of(outcome.job.request, limits)} / {limits.pages}")
+    used = pages_of(outcome.job.request, limits)
+    row("kv pages used / max", f"{used} / {limits.pages}")
+    assert source.program is not None
+    pool = sum(uses["kv pool"] for uses in device_memory(source.program))
+    row("kv payload used / max", f"{amount(pool * used / limits.pages)} / {amount(pool)}")
     row("kv dtype", "bf16")
     row("speculation", "off")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from runtime.cuda.upload import upload
 from runtime.vm.weights import WeightStore
 
 Progress = Callable[[int, int], None]
+_log = logging.getLogger("ninferc")
 
 
 class CudaBackend:
@@ -45,8 +47,8 @@ class CudaBackend:
         self.exchange: Exchange | None = None
         self._phases: dict[str, GraphPhase | EagerPhase] = {}
         try:
-            for device in self.devices:
-                self._check(device)
+            self.free_at_start = [self._check(device) for device in self.devices]
+            began = time.perf_counter()
             self._regions = [
                 {name: device.allocate(program.regions[rank].get(name, 0), name) for name in DEVICE_REGIONS}
                 for rank, device in enumerate(self.devices)
@@ -56,6 +58,7 @@ class CudaBackend:
             self.egress = self.rank_egress(0)
             self.ingress = Ingress(self.ring, program.limits)
             self.modules = Modules(program.kernels, self.devices)
+            _log.info("memory and %d kernels: %.3f s", len(program.kernels), time.perf_counter() - began)
             self._upload(weights, progress)
             for name, words in program.constants.items():
                 place = program.placements[name]
@@ -66,6 +69,7 @@ class CudaBackend:
             if program.tp > 1:
                 chosen = choose(program, self.modules, self.devices, transport)
                 self.exchange = Exchange(self.devices, mail_of(program), chosen)
+            began = time.perf_counter()
             spans = [self._spans(rank) for rank in range(program.tp)]
             self._args: list[PackedArgs] = []
             for name, phase in program.phases.items():
@@ -78,11 +82,14 @@ class CudaBackend:
                 else:
                     self._phases[name] = GraphPhase(phase, self.modules, packed, self.devices,
                                                     program.caps.programmatic_edges, staging)  # fmt: skip
+            _log.info("%d %s: %.3f s", len(self._phases), "phases, launched eagerly" if eager else "graphs",
+                      time.perf_counter() - began)  # fmt: skip
         except BaseException:
             self.close()
             raise
 
-    def _check(self, device: Device) -> None:
+    def _check(self, device: Device) -> int:
+        """Free bytes of a device that can run its part of the program. Raises DeviceError."""
         info = device.info()
         have, want = device.caps().arch, self.program.caps.arch
         if want.rstrip("a") != have.rstrip("a"):
@@ -96,6 +103,7 @@ class CudaBackend:
         if need > info.free:
             raise DeviceError(f"device {device.index} ({info.name}): {need / 2**30:.2f} GiB are needed, "
                               f"{info.free / 2**30:.2f} GiB are free; lower --max-context or --max-concurrency")  # fmt: skip
+        return info.free
 
     def _pinned(self, nbytes: int) -> PinnedBuffer:
         buffer = PinnedBuffer(nbytes)

@@ -17,7 +17,8 @@ OK = Result.CUDA_SUCCESS
 
 @dataclass
 class FakeDriver:
-    """Driver calls as far as loading a program makes them. ``fail`` maps a call to the status it returns."""
+    """Driver calls as far as loading a program makes them; launched graphs do nothing. ``fail`` maps a call to the status it
+    returns; ``graph_bytes`` is what the device has less of for each graph."""
 
     version: int = 13000
     count: int = 1
@@ -26,6 +27,7 @@ class FakeDriver:
     total: int = 140 * GIB
     peers: int = 1
     mode: int = 0
+    graph_bytes: int = 0
     fail: dict[str, Any] = field(default_factory=dict)
     allocated: int = 0
     names: list[str] = field(default_factory=list)
@@ -44,7 +46,7 @@ class FakeDriver:
             "cuStreamSynchronize": lambda stream: (),
             "cuDeviceGetName": lambda size, handle: (b"Made-up GPU\0",),
             "cuDeviceGetPCIBusId": lambda size, handle: (b"0000ffff:00:00.0\0",),
-            "cuMemGetInfo": lambda: (self.free, self.total),
+            "cuMemGetInfo": lambda: (self.free - self._taken(), self.total),
             "cuMemAlloc": self._allocate,
             "cuMemFree": lambda address: (),
             "cuMemsetD8Async": lambda *args: (),
@@ -60,6 +62,14 @@ class FakeDriver:
             "cuLibraryGetKernel": lambda library, name: (driver.CUkernel(1),),
             "cuKernelGetFunction": lambda kernel: (driver.CUfunction(1),),
             "cuKernelSetAttribute": lambda *args: (),
+            "cuGraphCreate": lambda flags: (driver.CUgraph(1),),
+            "cuGraphAddKernelNode": lambda *args: (driver.CUgraphNode(1),),
+            "cuGraphKernelNodeSetAttribute": lambda *args: (),
+            "cuGraphAddDependencies": lambda *args: (),
+            "cuGraphInstantiate": lambda *args: (driver.CUgraphExec(1),),
+            "cuGraphLaunch": lambda *args: (),
+            "cuGraphExecDestroy": lambda graph: (),
+            "cuGraphDestroy": lambda graph: (),
         }
         for name, answer in answers.items():
             patch.setattr(driver, name, self._call(name, answer))
@@ -75,6 +85,11 @@ class FakeDriver:
             return (status, *answer(*args))
 
         return call
+
+    def _taken(self) -> int:
+        """Bytes that a program has taken; none where the test does not ask for it."""
+        graphs = self.names.count("cuGraphInstantiate")
+        return self.allocated + graphs * self.graph_bytes if self.graph_bytes else 0
 
     def _allocate(self, nbytes: int) -> tuple[Any, ...]:
         self.allocated += nbytes
