@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import artifacts
+from artifacts.errors import LayoutError, quoted
 from compiler.driver import CompileOptions, compile_program
 from compiler.emit import nvrtc
 from compiler.emit.cache import default_cache_dir, ensure_private_dir
@@ -35,6 +36,34 @@ class ArtifactWeights:
     def object_bytes(self, index: int) -> Array:
         data: Array = np.asarray(self.artifact.tensor_bytes(self._names[index]))
         return data
+
+    def reader(self) -> ArtifactObjects:
+        return ArtifactObjects(self.artifact, self._names)
+
+
+class ArtifactObjects:
+    """Reads an artifact's objects into memory of the caller (runtime.vm.weights.ObjectReader), with its own file handles."""
+
+    def __init__(self, artifact: artifacts.Artifact, names: list[str]) -> None:
+        self._artifact, self._names = artifact, names
+        self._payload = artifact.reader()
+
+    def read_into(self, index: int, begin: int, out: Array) -> None:
+        """Errors: LayoutError when the range leaves the object, PayloadError when the file was cut or cannot be read."""
+        entry = self._artifact.tensor(self._names[index])
+        if not 0 <= begin <= begin + out.size <= entry.bytes:
+            raise LayoutError(f"object {quoted(entry.name)}: bytes [{begin}, {begin + out.size}) leave its {entry.bytes} bytes")
+        self._payload.read_into(entry.offset + begin, out)
+
+    def view(self, index: int) -> Array:
+        """A view of the mapping, after a look whether the file still reaches that far: touching it past the end would end
+        the process. Errors: PayloadError."""
+        entry = self._artifact.tensor(self._names[index])
+        self._payload.check(entry.offset, entry.bytes)
+        return self._artifact.tensor_bytes(entry.name)
+
+    def close(self) -> None:
+        self._payload.close()
 
 
 def sample_digest(artifact: artifacts.Artifact) -> str:

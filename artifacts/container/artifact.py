@@ -19,7 +19,7 @@ from artifacts.container.directory_v2 import parse_directory as parse_directory_
 from artifacts.container.directory_v3 import DirectoryV3, FilePart
 from artifacts.container.directory_v3 import parse_directory as parse_directory_v3
 from artifacts.container.json_reader import MAX_DIRECTORY_BYTES
-from artifacts.container.payload import PART_HEADER_BYTES, Bytes, MappedFile, Payload, Segment
+from artifacts.container.payload import PART_HEADER_BYTES, Bytes, MappedFile, Payload, PayloadReader, Segment
 from artifacts.container.schema import METADATA_ALIGNMENT, StoredObject, TensorObject
 from artifacts.errors import DirectoryError, FramingError, IdentityError, LayoutError, PayloadError, quoted
 from artifacts.identities.model import ModelView, RowView
@@ -202,6 +202,10 @@ class Artifact:
         if not 0 <= begin <= stop <= entry.bytes:
             raise LayoutError(f"object {quoted(name)}: bytes [{begin}, {stop}) leave its {entry.bytes} bytes")
         return self._payload.read(entry.offset + begin, stop - begin)
+
+    def reader(self) -> PayloadReader:
+        """Reads payload bytes into memory of the caller, with file handles of its own; for one thread. To be closed."""
+        return PayloadReader(self._payload)
 
     def resource(self, name: str, limit: int = MAX_RESOURCE_BYTES) -> bytes:
         """The bytes of a resource, by object name or, in version 3, by id.

@@ -1,9 +1,11 @@
 """Reading payload bytes: one mapped file, or an entry and parts that together hold one logical payload.
 
-Bytes come straight from the mapping, so nothing is read before it is used. Continuation parts are opened and checked
-when a range first touches them (artifact-container-v3.md section 2).
+Bytes come straight from the mapping, so nothing is read before it is used, or are read into memory of the caller
+(`PayloadReader`). Continuation parts are opened and checked when a range first touches them (artifact-container-v3.md
+section 2).
 """
 
+import io
 import mmap
 import os
 import stat
@@ -16,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts.container.schema import METADATA_ALIGNMENT
-from artifacts.errors import FramingError, GeometryError, PartError, quoted, quoted_path
+from artifacts.errors import FramingError, GeometryError, PartError, PayloadError, quoted, quoted_path
 
 PART_MAGIC = b"NINPRT\x00\x03"
 PART_HEADER_BYTES = METADATA_ALIGNMENT
@@ -34,7 +36,8 @@ class MappedFile:
             if not stat.S_ISREG(path.stat().st_mode):
                 raise FramingError(f"{quoted_path(path)} is not a regular file")
             with open(path, "rb") as file:
-                self.size = os.fstat(file.fileno()).st_size
+                status = os.fstat(file.fileno())
+                self.size, self._identity = status.st_size, (status.st_dev, status.st_ino)
                 if self.size == 0:
                     raise FramingError(f"{quoted_path(path)} is empty")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -42,6 +45,18 @@ class MappedFile:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise FramingError(f"{quoted_path(path)}: {reason}") from None
         self.data: Bytes = np.frombuffer(self._map, np.uint8)
+
+    def reopen(self) -> io.FileIO:
+        """A handle of its own to the file. Errors: FramingError when it is gone or another file has its name."""
+        try:
+            file = io.FileIO(self.path)
+        except OSError as error:
+            raise FramingError(f"{quoted_path(self.path)}: {error.strerror or error}") from None
+        status = os.fstat(file.fileno())
+        if (status.st_dev, status.st_ino) != self._identity:
+            file.close()
+            raise FramingError(f"{quoted_path(self.path)}: the file was replaced while it was open")
+        return file
 
     def close(self) -> None:
         """Release the mapping, or leave it to the last array that still shows its bytes."""
@@ -77,28 +92,42 @@ class Payload:
 
         Errors: GeometryError outside the payload, PartError for a part that is missing or not this artifact's.
         """
+        pieces = [self._file(i).data[start : start + count] for i, start, count in self.extents(offset, length)]
+        if len(pieces) == 1:
+            return pieces[0]
+        joined = np.concatenate(pieces)
+        joined.flags.writeable = False
+        return joined
+
+    def extents(self, offset: int, length: int) -> list[tuple[int, int, int]]:
+        """(segment, offset in its file, length) of the shares that hold `length` bytes at `offset`, at least one.
+
+        Errors: GeometryError outside the payload.
+        """
         if not self._files:
             raise ValueError("the artifact is closed")
         if offset < 0 or length < 0 or offset + length > self.bytes:
             raise GeometryError(f"read of [{offset}, {offset + length}) leaves the {self.bytes} payload bytes")
-        pieces: list[Bytes] = []
+        found: list[tuple[int, int, int]] = []
         index = min(bisect_right(self._starts, offset) - 1, len(self._segments) - 1)
         end = offset + length
         while True:
             segment, start = self._segments[index], self._starts[index]
             stop = min(end, start + segment.bytes)
             if stop > offset or end == offset:
-                base = segment.start - start
-                pieces.append(self._file(index).data[base + offset : base + stop])
+                found.append((index, segment.start + offset - start, stop - offset))
             offset = stop
             if offset >= end:
-                break
+                return found
             index += 1
-        if len(pieces) == 1:
-            return pieces[0]
-        joined = np.concatenate(pieces)
-        joined.flags.writeable = False
-        return joined
+
+    def reopen(self, index: int) -> io.FileIO:
+        """A handle of its own to the file of a segment. Errors: PartError, FramingError."""
+        return self._file(index).reopen()
+
+    def path(self, index: int) -> Path:
+        """The file of a segment."""
+        return self._file(index).path
 
     def _file(self, index: int) -> MappedFile:
         file = self._files[index]
@@ -142,3 +171,62 @@ class Payload:
             if file is not None:
                 file.close()
         self._files = []
+
+
+class PayloadReader:
+    """Reads payload bytes into memory of the caller, through file handles of its own: one reader per thread.
+
+    A copy out of the page cache needs no page of a mapping to be faulted in, and a file that is cut short or cannot be
+    read is an error here, where touching its mapping ends the process.
+    """
+
+    def __init__(self, payload: Payload) -> None:
+        self._payload = payload
+        self._handles: dict[int, io.FileIO] = {}
+        self._at: dict[int, int] = {}
+
+    def read_into(self, offset: int, out: Bytes) -> None:
+        """Fill the flat uint8 array `out` with payload bytes from `offset`.
+
+        Errors: GeometryError outside the payload, PartError, FramingError when a file was replaced, PayloadError when
+        one has become too short or cannot be read.
+        """
+        view, done = out.data, 0
+        for index, start, count in self._payload.extents(offset, out.size):
+            try:
+                self._fill(index, start, view[done : done + count])
+            except OSError as error:
+                raise PayloadError(f"{quoted_path(self._payload.path(index))}: {error.strerror or error}") from None
+            done += count
+
+    def check(self, offset: int, length: int) -> None:
+        """Raise as `read_into` would when files have become too short to hold these bytes."""
+        for index, start, count in self._payload.extents(offset, length):
+            if os.fstat(self._handle(index).fileno()).st_size < start + count:
+                raise self._short(index, start + count)
+
+    def _fill(self, index: int, start: int, view: memoryview) -> None:
+        handle = self._handle(index)
+        if self._at[index] != start:
+            self._at[index] = handle.seek(start)
+        while view:
+            count = handle.readinto(view) or 0  # without the interpreter's lock; may be less than asked for
+            if not count:
+                raise self._short(index, start + len(view))
+            view, start = view[count:], start + count
+            self._at[index] = start
+
+    def _short(self, index: int, needed: int) -> PayloadError:
+        path, size = quoted_path(self._payload.path(index)), os.fstat(self._handle(index).fileno()).st_size
+        return PayloadError(f"{path}: the file ends at byte {size}, {needed} are required; it was cut while it was open")
+
+    def _handle(self, index: int) -> io.FileIO:
+        if index not in self._handles:
+            self._handles[index], self._at[index] = self._payload.reopen(index), 0
+        return self._handles[index]
+
+    def close(self) -> None:
+        """Close the handles."""
+        for handle in self._handles.values():
+            handle.close()
+        self._handles.clear()

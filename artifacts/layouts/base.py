@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,33 @@ class Span:
         for i in range(self.count):
             yield self.source + i * self.source_stride, self.target + i * self.target_stride, self.width
 
+    def part(self, begin: int, end: int) -> Iterator[Span]:
+        """What of the span lies in target bytes [begin, end), targets counted from `begin`: its whole pieces as one span,
+        a piece that begins before or ends after as one of its own."""
+        step = self.target_stride if self.count > 1 else max(self.width, 1)
+        first = max(0, (begin - self.target - self.width) // step + 1)
+        last = min(self.count, -(-(end - self.target) // step))
+        head = first if first < last and self.target + first * step < begin else None
+        tail = last - 1 if first < last and self.target + (last - 1) * step + self.width > end else None
+        for i in dict.fromkeys(x for x in (head, tail) if x is not None):
+            at = self.target + i * step
+            lo, hi = max(begin, at), min(end, at + self.width)
+            yield Span(self.source + i * self.source_stride + lo - at, lo - begin, hi - lo)
+        first, last = first + (head is not None), last - (tail is not None)
+        if first < last:
+            source, target = self.source + first * self.source_stride, self.target + first * step - begin
+            yield replace(self, source=source, target=target, count=last - first)
+
+    def copy(self, source: Bytes, out: Bytes) -> None:
+        """Copy all pieces. Errors: LayoutError where they leave either array (strided views are not bounds-checked)."""
+        reach = self.width + (self.count - 1) * self.source_stride, self.width + (self.count - 1) * self.target_stride
+        if self.source + reach[0] > source.size or self.target + reach[1] > out.size:
+            raise LayoutError(f"a span leaves the {source.size} bytes it is copied from, or the {out.size} it is copied to")
+        view, shape = np.lib.stride_tricks.as_strided, (self.count, self.width)
+        view(out[self.target :], shape, (self.target_stride, 1))[...] = view(
+            source[self.source :], shape, (self.source_stride, 1), writeable=False
+        )
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -90,15 +117,15 @@ class Shard:
     def copy(self, parent: Any) -> Bytes:
         """The shard's bytes, cut from the parent's encoded bytes."""
         source, out = as_bytes(parent), np.zeros(self.nbytes, np.uint8)
-        if source.size != self.parent_nbytes:  # the strided views below are not bounds-checked
+        if source.size != self.parent_nbytes:
             raise LayoutError(f"the shard's parent has {self.parent_nbytes} bytes, not {source.size}")
-        for s in self.spans:
-            view = np.lib.stride_tricks.as_strided
-            shape = (s.count, s.width)
-            view(out[s.target :], shape, (s.target_stride, 1))[...] = view(
-                source[s.source :], shape, (s.source_stride, 1), writeable=False
-            )
+        for span in self.spans:
+            span.copy(source, out)
         return out
+
+    def parts(self, begin: int, end: int) -> list[Span]:
+        """The spans that make up bytes [begin, end) of the shard, targets counted from `begin`; the rest is zero."""
+        return [part for span in self.spans for part in span.part(begin, end)]
 
 
 class Layout(ABC):

@@ -20,7 +20,7 @@ from compiler.program.model import Arg, KernelImage
 from runtime.cuda.device import Device
 from runtime.cuda.driver import api, call
 from runtime.cuda.modules import Modules, PackedArgs
-from runtime.vm.weights import WeightStore
+from runtime.vm.weights import MadeObjects, WeightStore
 
 BULK_BYTES = 12 * 16384  # shared memory of read_bulk: bulk_stages x bulk_piece of templates/include/ninferc/synth/fill.cuh
 MINIMUM_READ_RATE = 4.3e12  # bytes/s of an H200 below which a run is void (design.md)
@@ -140,5 +140,8 @@ class _CpuObjects:
         assert isinstance(tensor, TensorObject)
         made: Array = tensor_bytes(tensor, index, self._seed)
         return made
+
+    def reader(self) -> MadeObjects:
+        return MadeObjects(self)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import artifacts
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.device import Device, PinnedBuffer
 from runtime.cuda.driver import api, call
-from runtime.cuda.upload import MAX_THREADS
+from runtime.cuda.upload import UploadTimes, thread_count
 from runtime.session import Request, Session
 
 COPY = 256 << 20  # bytes of one copy of the rate measurement
@@ -27,21 +26,18 @@ PROMPT = 20  # tokens
 
 @dataclass(frozen=True)
 class Load:
-    """Seconds from opening to the backend (``ready``), of it the weights (``upload``), and to the first token."""
+    """Seconds from opening to the backend (``ready``), of it the weights (``upload``, in parts ``times``), and to the first
+    token."""
 
     ready: float
     upload: float
     first_token: float
     nbytes: int
+    times: UploadTimes
 
     @property
     def rate(self) -> float:
         return self.nbytes / self.upload
-
-
-def threads() -> int:
-    """Threads that an upload uses on this machine, at most."""
-    return min(os.cpu_count() or 1, MAX_THREADS)
 
 
 def warm(artifact: artifacts.Artifact) -> int:
@@ -52,7 +48,7 @@ def warm(artifact: artifacts.Artifact) -> int:
         np.add.reduce(view[::PAGE], dtype=np.int64)
         return int(view.size)
 
-    with ThreadPoolExecutor(threads()) as pool:
+    with ThreadPoolExecutor(thread_count()) as pool:
         return sum(pool.map(touch, range(0, artifact.payload_bytes, STRETCH)))
 
 
@@ -94,7 +90,7 @@ def measure(opening: Callable[[], CudaBackend], repeats: int, seed: int = 0) -> 
             next(iter(Session(backend).generate(Request(prompt, 1))))
             first = time.perf_counter()
             nbytes, seconds = backend.uploaded
-            loads.append(Load(ready - began, seconds, first - began, nbytes))
+            loads.append(Load(ready - began, seconds, first - began, nbytes, backend.upload_times))
         except BaseException:
             backend.close()
             raise

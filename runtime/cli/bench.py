@@ -190,7 +190,6 @@ def _load_record(path: Path, opening: Callable[[], CudaBackend], repeats: int, s
             "artifact": {"model_id": built.artifact.model_id, "weights_id": built.artifact.weights_id,
                          "file_bytes": built.artifact.file_bytes, "directory_sha256": built.artifact.directory_sha256},
             "caps": {"arch": built.caps.arch, "sms": built.caps.sms}, "tp": built.tp, "repeats": repeats, "seed": seed,
-            "upload_threads": load.threads(),
         }  # fmt: skip
     finally:
         backend.close()
@@ -204,6 +203,12 @@ def _load_record(path: Path, opening: Callable[[], CudaBackend], repeats: int, s
         row("open to first token", [item.first_token for item in loads], "s"),
         row("open to ready", [item.ready for item in loads], "s"),
         row("weights", [item.upload for item in loads], "s"),
+        row("weights: buffers page-locked by all threads", [item.times.prepare for item in loads], "s"),
+        row("weights: a thread reads", [item.times.read for item in loads], "s"),
+        row("weights: a thread gives copies to the driver", [item.times.send for item in loads], "s"),
+        row("weights: a thread waits for the device", [item.times.wait for item in loads], "s"),
+        row("weights: a thread gives buffers back", [item.times.finish for item in loads], "s"),
+        row("weights: threads", [item.times.threads for item in loads], "count"),
         row("weights rate", [item.rate / 1e9 for item in loads], "GB/s"),
         {"case": case, "metric": "bytes", "value": loads[0].nbytes, "unit": "B"},
         {"case": case, "metric": "pinned copy", "value": link / 1e9, "unit": "GB/s"},

@@ -179,7 +179,8 @@ class CudaBackend:
                 progress(done, total)
 
         self.wait()  # memory is cleared on another stream than the copies take
-        upload([(v, v.rank, self.address(self.program.placements[v.name])) for v in values], weights, self.devices, arrived)
+        self.upload_times = upload([(v, v.rank, self.address(self.program.placements[v.name])) for v in values], weights,
+                                   self.devices, arrived)  # fmt: skip
         self.wait()
         self.uploaded = (total, time.perf_counter() - began)
 

@@ -1,7 +1,8 @@
-"""Weights to the devices: several threads copy from the mapped file into page-locked buffers, the devices fetch from there.
+"""Weights to the devices: several threads read the file into page-locked buffers, the devices fetch from there.
 
-One thread reads a mapped file at a fraction of what a PCIe link takes, and the driver's own path for pageable memory is one
-thread. Each thread here has two buffers and a stream per device: it fills one buffer while the device reads the other.
+One thread reads from the page cache at a fraction of what a PCIe link takes, and the driver's own path for pageable memory is
+one thread. Each thread here has two buffers and a stream per device: it fills one buffer while the device reads the other.
+Buffers are small: the device then fetches most bytes from the processor's cache, and page-locking them takes little time.
 """
 
 from __future__ import annotations
@@ -11,49 +12,39 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
-
-import numpy as np
 
 from compiler.ir.op import Array
 from compiler.ir.types import Value
 from runtime.cuda.device import Device, PinnedBuffer
 from runtime.cuda.driver import api, call
-from runtime.vm.weights import WeightStore
+from runtime.vm.weights import WeightReader, WeightStore
 
-PIECE = 8 << 20  # bytes of one copy
-RUN = 16 * PIECE  # consecutive bytes that one thread takes on at a time
-MAX_THREADS = 12
+PIECE = 2 << 20  # bytes of one copy: few enough to stay in the cache, many enough that threads seldom meet at Python's lock
+RUN = 8 * PIECE  # consecutive bytes that one thread takes on at a time
+MAX_THREADS = 16
 BUFFERS = 2  # per thread
 
 
-class _Object:
-    """An object of the artifact while values are cut from it: fetched once, let go with its last task."""
+@dataclass(frozen=True)
+class UploadTimes:
+    """Where the time of an upload went, in seconds. ``prepare`` is that of the thread that was last to have its streams and
+    page-locked buffers; the others are means over the threads: filling buffers, giving copies to the driver, waiting for a
+    device, and giving streams and buffers back. What is missing to the whole is waiting for Python's lock, or for work."""
 
-    def __init__(self, weights: WeightStore) -> None:
-        self._weights, self._lock = weights, threading.Lock()
-        self._raw: Array | None = None
-        self.tasks = 0
-
-    def bytes_of(self, value: Value) -> Array:
-        with self._lock:
-            if self._raw is None:
-                self._raw = self._weights.raw(value)
-            raw = self._raw
-        return self._weights.cut(value, raw)
-
-    def done(self) -> None:
-        with self._lock:
-            self.tasks -= 1
-            if not self.tasks:
-                self._raw = None
+    threads: int = 0
+    prepare: float = 0.0
+    read: float = 0.0
+    send: float = 0.0
+    wait: float = 0.0
+    finish: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Task:
-    """Bytes [start, end) of a weight for address ``target`` of a device; the whole weight where a thread has to cut it."""
+    """Bytes [start, end) of a weight for address ``target + start`` of a device."""
 
-    source: _Object
     value: Value
     device: int
     target: int
@@ -61,33 +52,19 @@ class _Task:
     end: int
 
 
-def tasks_of(values: Sequence[tuple[Value, int, int]], weights: WeightStore) -> list[_Task]:
-    """Work for the threads, from (weight, device, address): in the order of the file, those of one object together; but
-    large weights that one thread has to cut come first, since the last of them would be waited for."""
-    objects: dict[int, _Object] = {}
-    tasks = []
-    for value, device, target in values:
-        assert value.source is not None
-        source = objects.setdefault(value.source.object_index, _Object(weights))
-        length = RUN if weights.whole(value) else max(value.nbytes, 1)
-        tasks += [_Task(source, value, device, target, at, min(at + length, value.nbytes))
-                  for at in range(0, value.nbytes, length)]  # fmt: skip
-    for task in tasks:
-        task.source.tasks += 1
-
-    def order(task: _Task) -> tuple[bool, int, int, int]:
-        index = task.value.source.object_index if task.value.source else 0
-        return task.end - task.start <= RUN, index, task.value.rank, task.start
-
-    return sorted(tasks, key=order)
+def tasks_of(values: Sequence[tuple[Value, int, int]]) -> list[_Task]:
+    """Work for the threads, from (weight, device, address): in the order of the file, ranks of one object side by side."""
+    tasks = [_Task(value, device, target, at, min(at + RUN, value.nbytes))
+             for value, device, target in values for at in range(0, value.nbytes, RUN)]  # fmt: skip
+    return sorted(tasks, key=lambda t: (t.value.source.object_index if t.value.source else 0, t.start, t.value.rank))
 
 
 class _Stage:
-    """A page-locked buffer and, per device, an event that stands behind the last copy out of it."""
+    """A share of a page-locked buffer and, per device, an event that stands behind the last copy out of it."""
 
-    def __init__(self, devices: Sequence[Device]) -> None:
+    def __init__(self, devices: Sequence[Device], array: Array, address: int) -> None:
         driver = api()
-        self.buffer = PinnedBuffer(PIECE)
+        self.array, self.address = array, address
         self.events: list[Any] = []
         self.pending: int | None = None  # the device that may still be reading
         for device in devices:
@@ -103,16 +80,17 @@ class _Stage:
     def close(self) -> None:
         for event in self.events:
             api().cuEventDestroy(event)
-        self.buffer.close()
 
 
 class _Worker(threading.Thread):
     """Takes tasks until there are none, or until told to stop; reports bytes, and an error if there was one."""
 
-    def __init__(self, devices: Sequence[Device], tasks: queue.SimpleQueue[_Task],
+    def __init__(self, devices: Sequence[Device], tasks: queue.SimpleQueue[_Task], weights: WeightStore,
                  report: queue.SimpleQueue[int | BaseException | None], stop: threading.Event) -> None:  # fmt: skip
         super().__init__(daemon=True)
-        self._devices, self._tasks, self._report, self._stopped = devices, tasks, report, stop
+        self._devices, self._tasks, self._weights = devices, tasks, weights
+        self._report, self._stopped = report, stop
+        self.prepare = self.read = self.send = self.wait = self.finish = 0.0
 
     def run(self) -> None:
         try:
@@ -122,54 +100,71 @@ class _Worker(threading.Thread):
         self._report.put(None)
 
     def _work(self) -> None:
-        driver = api()
+        driver, began = api(), perf_counter()
+        buffer: PinnedBuffer | None = None
         stages: list[_Stage] = []
         streams: list[Any] = []
+        reader = self._weights.reader()
         try:
             for device in self._devices:
                 device.activate()
                 streams.append(call(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value), "stream"))
-            stages += [_Stage(self._devices) for _ in range(BUFFERS)]
-            turn = 0
-            while not self._stopped.is_set():
-                try:
-                    task = self._tasks.get_nowait()
-                except queue.Empty:
-                    break
-                data = task.source.bytes_of(task.value)
-                self._devices[task.device].activate()
-                for start in range(task.start, task.end, PIECE):
-                    if self._stopped.is_set():
-                        break
-                    end = min(start + PIECE, task.end)
-                    stage = stages[turn % BUFFERS]
-                    self._send(stage, streams[task.device], task, data[start:end], start)
-                    self._report.put(end - start)
-                    turn += 1
-                task.source.done()
-            for stage in stages:
-                stage.wait()
+            buffer = PinnedBuffer(BUFFERS * PIECE)
+            for at in range(0, BUFFERS * PIECE, PIECE):
+                stages.append(_Stage(self._devices, buffer.array[at : at + PIECE], buffer.address + at))
+            self.prepare = perf_counter() - began
+            self._copy(reader, stages, streams)
         finally:
+            began = perf_counter()
             for stream in streams:
                 driver.cuStreamSynchronize(stream)
                 driver.cuStreamDestroy(stream)
             for stage in stages:
                 stage.close()
+            if buffer is not None:
+                buffer.close()
+            reader.close()
+            self.finish = perf_counter() - began
 
-    @staticmethod
-    def _send(stage: _Stage, stream: Any, task: _Task, data: Array, start: int) -> None:
-        driver = api()
-        stage.wait()
-        np.copyto(stage.buffer.array[: data.size], data)  # without the interpreter's lock
-        call(driver.cuMemcpyHtoDAsync(task.target + start, stage.buffer.address, data.size, stream), "copy to the device")
-        call(driver.cuEventRecord(stage.events[task.device], stream), "copy to the device")
-        stage.pending = task.device
+    def _copy(self, reader: WeightReader, stages: list[_Stage], streams: list[Any]) -> None:
+        driver, turn = api(), 0
+        while not self._stopped.is_set():
+            try:
+                task = self._tasks.get_nowait()
+            except queue.Empty:
+                break
+            self._devices[task.device].activate()
+            stream = streams[task.device]
+            for start in range(task.start, task.end, PIECE):
+                if self._stopped.is_set():
+                    return
+                stage, size = stages[turn % BUFFERS], min(PIECE, task.end - start)
+                t0 = perf_counter()
+                stage.wait()
+                t1 = perf_counter()
+                reader.read_into(task.value, start, stage.array[:size])
+                t2 = perf_counter()
+                call(driver.cuMemcpyHtoDAsync(task.target + start, stage.address, size, stream), "copy to the device")
+                call(driver.cuEventRecord(stage.events[task.device], stream), "copy to the device")
+                stage.pending = task.device
+                turn += 1
+                self.wait, self.read, self.send = self.wait + t1 - t0, self.read + t2 - t1, self.send + perf_counter() - t2
+            self._report.put(task.end - task.start)
+        began = perf_counter()
+        for stage in stages:
+            stage.wait()
+        self.wait += perf_counter() - began
+
+
+def thread_count() -> int:
+    """Threads that an upload uses on this machine, at most."""
+    return min(os.cpu_count() or 1, MAX_THREADS)
 
 
 def upload(values: Sequence[tuple[Value, int, int]], weights: WeightStore, devices: Sequence[Device],
-           progress: Callable[[int], None], threads: int | None = None) -> None:  # fmt: skip
+           progress: Callable[[int], None], threads: int | None = None) -> UploadTimes:  # fmt: skip
     """Bring weights, each with the position of its device in ``devices`` and its address there, to the devices; returns when
-    all bytes have arrived. ``progress(bytes)`` is called in this thread as pieces are on their way.
+    all bytes have arrived. ``progress(bytes)`` is called in this thread as shares of them are on their way.
 
     A value that the store makes on the device itself (``WeightStore.fill``) is not copied. Raises DeviceError, and what
     reading the artifact raises; an interrupt ends the threads first.
@@ -180,14 +175,14 @@ def upload(values: Sequence[tuple[Value, int, int]], weights: WeightStore, devic
             progress(value.nbytes)
         else:
             rest.append((value, device, target))
-    todo = tasks_of(rest, weights)
+    todo = tasks_of(rest)
     tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
     for task in todo:
         tasks.put(task)
     report: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
     stop = threading.Event()
-    count = min(threads or min(os.cpu_count() or 1, MAX_THREADS), len(todo))
-    workers = [_Worker(devices, tasks, report, stop) for _ in range(count)]
+    count = min(threads or thread_count(), len(todo))
+    workers = [_Worker(devices, tasks, weights, report, stop) for _ in range(count)]
     failed: BaseException | None = None
     try:
         for worker in workers:
@@ -209,3 +204,8 @@ def upload(values: Sequence[tuple[Value, int, int]], weights: WeightStore, devic
                 worker.join()
     if failed is not None:
         raise failed
+    if not workers:
+        return UploadTimes()
+    read, send, wait, finish = (sum(getattr(worker, name) for worker in workers) / count
+                                for name in ("read", "send", "wait", "finish"))  # fmt: skip
+    return UploadTimes(count, max(worker.prepare for worker in workers), read, send, wait, finish)

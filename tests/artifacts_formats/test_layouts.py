@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from artifacts.errors import FormatError, LayoutError, PayloadError
 from artifacts.formats import FORMATS, EncodedTensor, GroupedIntFormat, get_format
-from artifacts.layouts import LAYOUTS, RAW_BYTES, V3_LAYOUTS, Shard, decode, decode_rows, get_layout, layout_of
+from artifacts.layouts import LAYOUTS, RAW_BYTES, V3_LAYOUTS, Shard, Span, decode, decode_rows, get_layout, layout_of
 
 QUANTIZED = [n for n, f in FORMATS.items() if f.kind != "direct"]
 GROUPED = [n for n, f in FORMATS.items() if isinstance(f, GroupedIntFormat)]
@@ -292,6 +292,18 @@ def test_shard_of_bytes_is_encoding_of_shard(name: str, data: st.DataObject) -> 
     want = encode_cut(tensor, expand(rows), None if columns is None else expand(columns))
     assert np.array_equal(got, want)
     assert narrowed == (len(expand(rows)), shape[1] if columns is None else len(expand(columns)))
+    shard, begin, parent = layout.shard(name, shape, rows, columns), 0, layout.pack(tensor)
+    size = data.draw(st.integers(-(-shard.nbytes // 40), shard.nbytes))
+    while begin < shard.nbytes:  # the same in pieces, each copied on its own
+        piece = np.zeros(min(size, shard.nbytes - begin), np.uint8)
+        covered = np.zeros(piece.size, int)
+        for span in shard.parts(begin, begin + piece.size):
+            span.copy(parent, piece)
+            for _, target, width in span.ranges():
+                assert width > 0
+                covered[target : target + width] += 1
+        assert covered.max(initial=0) <= 1 and np.array_equal(piece, want[begin : begin + piece.size])
+        begin += piece.size
 
 
 def test_spans_cover_every_byte_of_the_shard_once() -> None:
@@ -345,6 +357,10 @@ def test_a_shard_never_reads_past_its_parent() -> None:
     assert isinstance(shard, Shard)
     with pytest.raises(LayoutError, match="parent"):
         shard.copy(b"\0" * 31)
+    short, whole = np.zeros(31, np.uint8), np.zeros(32, np.uint8)
+    for span in (*shard.spans, Span(0, 0, 4, 4, 8, 4), Span(0, 0, 4, 4, 4, 8)):
+        with pytest.raises(LayoutError, match="leaves the"):
+            span.copy(short if span.source else whole[:16], whole[:16])
 
 
 # --- padding and sizes

@@ -105,7 +105,10 @@ class Copies:
         queue = self._queues[stream]
         for target, source, nbytes in queue[:count]:
             device, at = (target >> 40) - 1, target & ((1 << 40) - 1)
-            self.memory[device][at : at + nbytes] = self._buffers[source][:nbytes]
+            begin = max(address for address in list(self._buffers) if address <= source)
+            held = self._buffers[begin][source - begin : source - begin + nbytes]
+            assert held.size == nbytes, "a copy leaves its buffer"
+            self.memory[device][at : at + nbytes] = held
         del queue[:count]
         for event, (where, position) in list(self._events.items()):
             if where == stream:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import shutil
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import artifacts
+from artifacts.errors import PayloadError
+from artifacts.layouts import get_layout
 from compiler.ir.types import Kind
 from compiler.program.model import WEIGHTS
 from runtime.cuda.driver import DeviceError, api
 from runtime.cuda.pointers import check_pointers
-from runtime.cuda.upload import upload
-from runtime.open import ArtifactWeights
-from runtime.vm.weights import WeightStore
+from runtime.cuda.upload import UploadTimes, upload
+from runtime.open import ArtifactObjects, ArtifactWeights
+from runtime.vm.weights import MadeObjects, WeightStore
 from tests import models
 from tests.tp.copies import Copies
 
@@ -29,15 +36,35 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
 
 
 class Counting(ArtifactWeights):
-    """Counts how often each object is fetched, in order."""
+    """Notes what is read into buffers: (object, first byte, bytes); after ``fail_after`` reads the file cannot be read."""
 
-    def __init__(self, artifact: Any) -> None:
+    def __init__(self, artifact: Any, fail_after: int = 1 << 60) -> None:
         super().__init__(artifact)
-        self.fetched: list[int] = []
+        self.reads: list[tuple[int, int, int]] = []
+        self.readers, self.fail_after = 0, fail_after
 
-    def object_bytes(self, index: int) -> np.ndarray[Any, Any]:
-        self.fetched.append(index)
-        return super().object_bytes(index)
+    def reader(self) -> ArtifactObjects:
+        source, self.readers = self, self.readers + 1
+
+        class Noting(ArtifactObjects):
+            def read_into(self, index: int, begin: int, out: np.ndarray[Any, Any]) -> None:
+                if len(source.reads) >= source.fail_after:
+                    raise OSError(5, "Input/output error", "model.ninfer")
+                source.reads.append((index, begin, out.size))
+                super().read_into(index, begin, out)
+
+            def close(self) -> None:
+                source.readers -= 1
+                super().close()
+
+        return Noting(self.artifact, self._names)
+
+
+class Making(ArtifactWeights):
+    """A source whose objects are no ranges of a file."""
+
+    def reader(self) -> MadeObjects:  # type: ignore[override]
+        return MadeObjects(self)
 
 
 def loaded(program: Any, store: WeightStore, machine: Copies, threads: int, progress: Any = lambda count: None) -> None:
@@ -46,41 +73,97 @@ def loaded(program: Any, store: WeightStore, machine: Copies, threads: int, prog
     upload(values, store, machine.devices, progress, threads)
 
 
+def arrived(program: Any, machine: Copies, artifact: Any) -> None:
+    """Every weight is on its device, byte for byte."""
+    plain = WeightStore(ArtifactWeights(artifact))
+    for value in program.values.values():
+        if value.kind is Kind.WEIGHT:
+            place = program.placements[value.name]
+            assert np.array_equal(machine.memory[value.rank][place.offset : place.end], plain.encoded(value)), value.name
+    assert machine.open == 0, "an event, a stream or a buffer is left"
+
+
+@pytest.mark.parametrize("wide", [1, 100, 1 << 40])
 @pytest.mark.parametrize("threads", [1, 5])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", ["dense-small", "example"])
-def test_every_byte_arrives_and_each_object_is_read_once(tp: int, name: str, threads: int, copies: Copies) -> None:
+def test_every_byte_arrives_and_is_read_once(tp: int, name: str, threads: int, wide: int, copies: Copies,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Whole objects in pieces, shards by reads of wide pieces and by gathering narrow ones."""
+    monkeypatch.setattr("runtime.vm.weights.WIDE", wide)
     program = models.program(name, tp=tp, **OPTIONS)
     source = Counting(models.artifact(name))
     copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
+    for memory in copies.memory:
+        memory[:] = 0xA5
     counts: list[int] = []
-    loaded(program, WeightStore(source), copies, threads, counts.append)
+    store = WeightStore(source)
+    loaded(program, store, copies, threads, counts.append)
+    arrived(program, copies, source.artifact)
     values = [v for v in program.values.values() if v.kind is Kind.WEIGHT]
-    assert len(source.fetched) == len(set(source.fetched)), "an object is fetched again"
-    assert set(source.fetched) == {v.source.object_index for v in values if v.source}
-    plain = WeightStore(ArtifactWeights(source.artifact))
-    for value in values:
-        place = program.placements[value.name]
-        assert np.array_equal(copies.memory[value.rank][place.offset : place.end], plain.encoded(value)), value.name
     assert sum(counts) == sum(value.nbytes for value in values) and len(counts) > len(values)
-    assert copies.open == 0, "an event, a stream or a buffer is left"
+    read = sum(size for _, _, size in source.reads)
+    whole = sum(value.nbytes for value in values if store.whole(value))
+    if wide == 1:
+        padding = sum(length for v in values if v.source for _, length in
+                      get_layout(v.source.layout).gaps(v.source.format, v.type.shape) if not store.whole(v))  # fmt: skip
+        assert read == sum(counts) - padding
+    else:
+        assert read >= whole if wide == 100 else read == whole
+    if tp == 1:
+        assert len(set(source.reads)) == len(source.reads)
+    assert max(size for _, _, size in source.reads) <= 1000 and source.readers == 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_objects_that_are_made(tp: int, copies: Copies) -> None:
+    program = models.program("dense-small", tp=tp, **OPTIONS)
+    copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
+    loaded(program, WeightStore(Making(models.artifact("dense-small"))), copies, 3)
+    arrived(program, copies, models.artifact("dense-small"))
+
+
+def test_the_times_say_where_it_went(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves a second at each look: a look before and after each wait, read and copy."""
+    program = models.program("dense-small", "bf16", **OPTIONS)
+    copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
+    monkeypatch.setattr("runtime.cuda.upload.perf_counter", itertools.count().__next__)
+    source = Counting(models.artifact("dense-small", "bf16"))
+    values = [(v, v.rank, copies.base(v.rank) + program.placements[v.name].offset)
+              for v in program.values.values() if v.kind is Kind.WEIGHT]  # fmt: skip
+    times = upload(values, WeightStore(source), copies.devices, lambda count: None, 1)
+    pieces = sum(-(-value.nbytes // 1000) for value, _, _ in values)
+    assert times.threads == 1 and times.prepare == times.finish == 1.0
+    assert (times.read, times.send, times.wait) == (pieces, pieces, pieces + 1)
+    assert upload([], WeightStore(source), copies.devices, lambda count: None) == UploadTimes()
 
 
 def test_an_artifact_that_cannot_be_read(copies: Copies) -> None:
     program = models.program("dense-small", "bf16", **OPTIONS)
-    source = Counting(models.artifact("dense-small", "bf16"))
+    source = Counting(models.artifact("dense-small", "bf16"), fail_after=7)
     copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
-    healthy = source.object_bytes
-
-    def failing(index: int) -> np.ndarray[Any, Any]:
-        if len(source.fetched) == 7:
-            raise OSError(5, "Input/output error", "model.ninfer")
-        return healthy(index)
-
-    source.object_bytes = failing  # type: ignore[method-assign]
     with pytest.raises(OSError, match="model.ninfer"):
         loaded(program, WeightStore(source), copies, 4)
-    assert copies.open == 0 and len(source.fetched) < 12
+    assert copies.open == 0 and len(source.reads) == 7 and source.readers == 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not cut files that are mapped")
+@pytest.mark.parametrize("wide", [1, 1 << 40])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_file_that_is_cut_while_it_is_loaded(tp: int, wide: int, copies: Copies, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """A clear error, by reads as well as by the mapping, which would end the process when it is touched."""
+    monkeypatch.setattr("runtime.vm.weights.WIDE", wide)
+    program = models.program("example", tp=tp, **OPTIONS)
+    copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
+    file = tmp_path / "model.ninfer"
+    shutil.copy(models.EXAMPLE, file)
+    with artifacts.open(file) as artifact:
+        size = file.stat().st_size // 2
+        os.truncate(file, size)
+        with pytest.raises(PayloadError, match=rf"model.ninfer': the file ends at byte {size}, [0-9]+ are required"):
+            loaded(program, WeightStore(ArtifactWeights(artifact)), copies, 3)
+    assert copies.open == 0
 
 
 def test_a_device_that_fails(copies: Copies) -> None:
