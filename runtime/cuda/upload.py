@@ -23,6 +23,7 @@ from runtime.vm.weights import WeightReader, WeightStore
 
 PIECE = 2 << 20  # bytes of one copy: few enough to stay in the cache, many enough that threads seldom meet at Python's lock
 RUN = 8 * PIECE  # consecutive bytes that one thread takes on at a time
+REPORT = 4 * RUN  # bytes after which a thread says so: it wakes the one that waits
 MAX_THREADS = 16
 BUFFERS = 2  # per thread
 
@@ -127,7 +128,7 @@ class _Worker(threading.Thread):
             self.finish = perf_counter() - began
 
     def _copy(self, reader: WeightReader, stages: list[_Stage], streams: list[Any]) -> None:
-        driver, turn = api(), 0
+        driver, turn, unsaid = api(), 0, 0
         while not self._stopped.is_set():
             try:
                 task = self._tasks.get_nowait()
@@ -149,7 +150,11 @@ class _Worker(threading.Thread):
                 stage.pending = task.device
                 turn += 1
                 self.wait, self.read, self.send = self.wait + t1 - t0, self.read + t2 - t1, self.send + perf_counter() - t2
-            self._report.put(task.end - task.start)
+            unsaid += task.end - task.start
+            if unsaid >= REPORT:
+                self._report.put(unsaid)
+                unsaid = 0
+        self._report.put(unsaid)
         began = perf_counter()
         for stage in stages:
             stage.wait()

@@ -38,6 +38,7 @@ class Copies:
         patch.setattr(uploading, "PinnedBuffer", self._pinned)
         patch.setattr(uploading, "PIECE", piece)
         patch.setattr(uploading, "RUN", 4 * piece)
+        patch.setattr(uploading, "REPORT", 6 * piece)
 
     def allocate(self, sizes: list[int]) -> None:
         self.memory = [np.zeros(size, np.uint8) for size in sizes]
