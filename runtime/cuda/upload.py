@@ -24,7 +24,7 @@ from runtime.vm.weights import WeightReader, WeightStore
 PIECE = 2 << 20  # bytes of one copy: few enough to stay in the cache, many enough that threads seldom meet at Python's lock
 RUN = 8 * PIECE  # consecutive bytes that one thread takes on at a time
 REPORT = 4 * RUN  # bytes after which a thread says so: it wakes the one that waits
-MAX_THREADS = 16
+MAX_THREADS = 16  # per device
 BUFFERS = 2  # per thread
 
 
@@ -161,9 +161,9 @@ class _Worker(threading.Thread):
         self.wait += perf_counter() - began
 
 
-def thread_count() -> int:
-    """Threads that an upload uses on this machine, at most."""
-    return min(os.cpu_count() or 1, MAX_THREADS)
+def thread_count(devices: int = 1) -> int:
+    """Threads that an upload to so many devices uses on this machine, at most."""
+    return min(os.cpu_count() or 1, MAX_THREADS * devices)
 
 
 def upload(values: Sequence[tuple[Value, int, int]], weights: WeightStore, devices: Sequence[Device],
@@ -186,7 +186,7 @@ def upload(values: Sequence[tuple[Value, int, int]], weights: WeightStore, devic
         tasks.put(task)
     report: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
     stop = threading.Event()
-    count = min(threads or thread_count(), len(todo))
+    count = min(threads or thread_count(len(devices)), len(todo))
     workers = [_Worker(devices, tasks, weights, report, stop) for _ in range(count)]
     failed: BaseException | None = None
     try:
