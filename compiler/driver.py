@@ -69,7 +69,7 @@ class CompileOptions:
     tp: int = 1  # ranks
     exchange: str = "f32"  # what decode exchanges carry; bf16 halves the bytes and gives up bit-equality with one rank
     exchange_prefill: str = "bf16"
-    fused: bool = True  # products of few columns send their FP32 partial sums as they finish them
+    fused: bool = True  # row-parallel products send their partial sums as they finish them
 
     def decode_pairs(self) -> list[tuple[int, int]]:
         """Decode graphs to build: those asked for, else 1×1, 1×32 (short prompts) and max_concurrency×1."""

@@ -11,13 +11,13 @@ from compiler.control import egress_extent
 from compiler.emit.render import render
 from compiler.ir.op import Op
 from compiler.ir.types import Kind
-from compiler.kernels.exchange import KINDS, Mail, in_slices, payload
+from compiler.kernels.exchange import KINDS, Mail, in_slices, payload, tiles_of
 from compiler.ops.exchange_begin import BASE, number
 from compiler.passes.schedule import CHANNEL
 from compiler.passes.shard import at
 from compiler.program.model import CONTROL, DEVICE_REGIONS, EGRESS, RING, WORK, Arg, Call, Phase, Placement, Program
 from runtime.control import Ingress
-from runtime.cuda.transport import TRANSPORTS, mail_of, operand_types
+from runtime.cuda.transport import TILES_OVER, TRANSPORTS, mail_of, operand_types
 from runtime.vm.weights import WeightStore
 from tests.emulator.emulator import compile_kernel, launch
 
@@ -30,8 +30,10 @@ class EmulatorBackend:
     Of two ranks one waits for what the other one sends only later: over ``peer`` and ``host`` its mail is filled beforehand
     with what the protocol says (docs/tensor-parallel.md); every kernel that sends must leave just that in the other mail."""
 
-    def __init__(self, program: Program, weights: WeightStore, seed: int = 1, transport: str = "staged") -> None:
+    def __init__(self, program: Program, weights: WeightStore, seed: int = 1, transport: str = "staged",
+                 tiles: bool | None = None) -> None:  # fmt: skip
         self.program, self.seed, self.transport = program, seed, transport
+        self.tiles = transport in TILES_OVER if tiles is None else tiles
         self.mail = mail_of(program) if program.tp > 1 else Mail(0, 0, 0)
         self.boxes = [np.zeros(max(self.mail.size, 8), np.uint8) for _ in range(program.tp)]
         self.hang = np.zeros(64, np.uint8)
@@ -101,7 +103,8 @@ class EmulatorBackend:
                     arguments.append(self.memory[arg.rank][arg.region][arg.offset : place.end])
                 else:
                     late = {"transport": TRANSPORTS.index(self.transport), "slot_words": self.mail.words,
-                            "slot_slices": self.mail.slices, "slot_bytes": self.mail.nbytes}  # fmt: skip
+                            "slot_slices": self.mail.slices, "slot_bytes": self.mail.nbytes,
+                            "tiles": int(self.tiles)}  # fmt: skip
                     arguments.append(late.get(arg.name, arg.number))
             self._deliver(item, call)
             for place in call.scratch.values():
@@ -127,13 +130,15 @@ class EmulatorBackend:
         slot, mail = int(stamp >> np.uint64(32)) % 2, self.mail
         if self.transport == "staged":
             return [(mail.copied_to, raw)]
-        if not in_slices(op, types, self.transport):
+        item = next(call for call in phase.calls if op in call.ops and call.rank == op.rank)
+        tiles = tiles_of(self.program.kernels[item.entry].spec) if self.tiles else None
+        if tiles is None and not in_slices(op, types, self.transport):
             words = raw.view(np.uint32).astype(np.uint64) | stamp
             return [(8 * slot * mail.words, words.view(np.uint8))]
-        parts = int(next(call for call in phase.calls if op in call.ops and call.rank == op.rank).grid[0])
+        lines = rows * item.grid[0] if tiles is None else tiles.count(rows, types[name].shape[1])
         line = np.array([stamp]).view(np.uint8)
         first = 16 * mail.words + 64 * slot * mail.slices
-        return [(mail.copied_to + slot * mail.nbytes, raw), *((first + 64 * i, line) for i in range(rows * parts))]
+        return [(mail.copied_to + slot * mail.nbytes, raw), *((first + 64 * i, line) for i in range(lines))]
 
     def _deliver(self, phase: Phase, call: Call) -> None:
         """Before a call that waits: what the other rank sends. What its product pushed must be there already."""
@@ -142,7 +147,8 @@ class EmulatorBackend:
                 continue
             for offset, data in self._message(phase, op, 1 - call.rank):
                 there = self.boxes[call.rank][offset : offset + data.size]
-                if op.attrs.get("pushed") and self.transport != "staged":
+                sent = op.attrs.get("pushed") or (op.attrs.get("tiles") and self.tiles)
+                if sent and self.transport != "staged":
                     assert np.array_equal(there, data), f"{call.entry}: rank {1 - call.rank}'s product pushed something else"
                 there[:] = data
 

@@ -19,6 +19,19 @@ PROTOCOL = ("sequence", "step", "ordinal", "outbox", "inbox", "hang", "transport
 KINDS = frozenset({"exchange_residual", "sample_merge"})
 LINE = 64  # bytes of a slice's number
 
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles that a row product sends as it finishes them: ``tokens`` columns by ``rows`` values of a column each."""
+
+    tokens: int
+    rows: int
+
+    def count(self, columns: int, width: int) -> int:
+        """Tiles of ``columns`` × ``width`` values."""
+        return -(-columns // self.tokens) * -(-width // self.rows)
+
+
 # Payloads up to these many bytes travel as words (a number beside every 4 bytes), larger ones as slices (plain bytes, then a
 # number). Words need one way where slices need three (bytes, fence, number), but they double the bytes.
 # Host: a way is about 1.5 µs and PCIe 5 moves 50 KiB in 1 µs, so words lose from about 32 KiB on (a probe measured equal times
@@ -47,13 +60,19 @@ def begin_spec(op: Op, caps: DeviceCaps) -> KernelSpec:
                       {"count": op.int_attr("count")}, waits_first=True, reason="sequence numbers of the replay")  # fmt: skip
 
 
+def tiles_of(spec: KernelSpec) -> Tiles | None:
+    """The tiles that an exchange kernel can take from products, None when products send it none."""
+    tokens, rows = int(spec.params.get("tile_tokens", 0)), int(spec.params.get("tile_rows", 0))
+    return Tiles(tokens, rows) if rows else None
+
+
 def payload(op: Op, types: Mapping[str, TensorType]) -> int:
     """Bytes of one rank's contribution to an exchange op, as it lies in memory."""
     return types["candidates" if op.kind == "sample_merge" else "partial"].nbytes
 
 
 def in_slices(op: Op, types: Mapping[str, TensorType], transport: str) -> bool:
-    """Whether an exchange op's payload travels as slices over ``transport`` (host, peer)."""
+    """Whether an exchange op's payload travels as slices over ``transport`` (host, peer) when no product sends tiles."""
     return op.kind == "exchange_residual" and not op.attrs["pushed"] and payload(op, types) > WORDS_UP_TO[transport]
 
 
@@ -87,6 +106,8 @@ class Mail:
                 words = max(words, size // 4)
             if in_slices(op, types, "host"):
                 slices = max(slices, types["y"].shape[0] * int(spec.params["parts"]))
+            if tiles := tiles_of(spec):
+                slices = max(slices, tiles.count(*types["y"].shape))
         return Mail(-(-words // 16) * 16, slices, -(-nbytes // 256) * 256)
 
 
@@ -96,11 +117,15 @@ def _parts(columns: int, width: int, sms: int) -> int:
     return max(p for p in allowed if p * columns <= max(sms, columns))
 
 
-def residual_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps, norm: Op | None = None) -> KernelSpec:
-    """Exchange, sum and residual, with ``norm`` (an rmsnorm of the result) in the same kernel.
+def residual_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps, norm: Op | None = None,
+                  tiles: Tiles | None = None) -> KernelSpec:  # fmt: skip
+    """Exchange, sum and residual, with ``norm`` (an rmsnorm of the result) in the same kernel. ``tiles``: those that the
+    products of both ranks send over some transports (argument ``tiles`` nonzero); over others the kernel sends all itself.
 
     All blocks that wait are resident at once (at most one per multiprocessor). Raises IRError."""
     _two_ranks(op)
+    require(bool(op.attrs.get("tiles")) == (tiles is not None), op, "tiles are sent by products of many rows, and only by them")
+    require(not op.attrs["pushed"] or (op.attrs["wire"] == "f32" and tiles is None), op, "words are pushed of FP32 sums")
     columns, width = types["y"].shape
     require(width % 4 == 0, op, f"width {width} is no multiple of 4")
     parts = 1 if norm is not None else _parts(columns, width, caps.sms)
@@ -115,18 +140,23 @@ def residual_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps, nor
         scalars["eps"] = norm.float_attr("eps")
     how = "pushed by the product" if pushed else " and ".join(
         f"{'slices' if sliced else 'words'} over {name}" for name, sliced in (("peer", peer), ("host", host)))  # fmt: skip
+    if tiles is not None:
+        how = f"tiles of {tiles.tokens} columns x {tiles.rows} values sent by the product, or {how}"
     senders = host or peer
     # Senders and receivers of many columns share multiprocessors, so that both directions of the link are busy; wider rows do
     # not fit half the registers.
     min_blocks = 2 if senders and 2 * parts * rows > caps.sms and width // parts <= SHARED_WIDTH else 1
     flags = "".join(letter for letter, on in zip("hpxsm", (host, peer, pushed, sparing, min_blocks > 1), strict=True) if on)
     return KernelSpec(
-        entry=f"exchange_residual_h{width}_{wire}_p{parts}{flags}_r{op.rank}{'_norm' if norm else ''}_{_arch(caps)}",
+        entry=f"exchange_residual_h{width}_{wire}_p{parts}{flags}_r{op.rank}{'_norm' if norm else ''}"
+        f"{f'_m{tiles.rows}t{tiles.tokens}' if tiles else ''}_{_arch(caps)}",
         template="exchange_residual.cu.j2",
         params={"width": width, "parts": parts, "half": wire == "bf16", "first_rank": op.rank == 0, "norm": norm is not None,
                 "pushed": pushed, "host_slices": host, "peer_slices": peer, "sparing": sparing,
-                "min_blocks": min_blocks},
-        grid=(parts, rows, 2 if senders else 1), block=THREADS, smem=0, args=(*arguments, "rows", "columns", *PROTOCOL),
+                "min_blocks": min_blocks, "tile_tokens": tiles.tokens if tiles else 0,
+                "tile_rows": tiles.rows if tiles else 0},
+        grid=(parts, rows, 2 if senders else 1), block=THREADS, smem=0,
+        args=(*arguments, "rows", "columns", *PROTOCOL, *(["tiles"] if tiles else [])),
         scalars=scalars, waits_first=True,
         reason=f"{wire} partial sums, {how}; {parts * rows} blocks wait{', norm behind it' if norm else ''}",
     )  # fmt: skip

@@ -23,6 +23,8 @@ FORMATS = {
     "W8G32_F16S": ("w8g32", 64, 0, 4),
 }
 STORES = ("bf16", "f32", "swiglu", "residual")
+# Arguments of a product that sends its tiles to the other rank (templates/include/ninferc/exchange/push.cuh)
+PUSH = ("outbox", "sequence", "step", "ordinal", "transport", "slot_words", "slot_slices", "slot_bytes", "tiles")
 STEP = 64  # columns of K per pipeline stage
 RESERVED = 1024  # shared memory the driver keeps per block
 MAX_STAGES = 8  # more adds nothing once latency times bandwidth is covered
@@ -106,7 +108,7 @@ def choose(fmt: str, store: str, n: int, k: int, rows: int, caps: DeviceCaps) ->
 
 
 def linear_rows(
-    fmt: str, store: str, n: int, k: int, rows: int, caps: DeviceCaps, tile: Tile | None = None
+    fmt: str, store: str, n: int, k: int, rows: int, caps: DeviceCaps, tile: Tile | None = None, push: int | None = None
 ) -> KernelSpec:
     """Kernel of y = x Wᵀ for up to ``rows`` rows of activations, of which the first ``rows[0]`` (device side) are computed.
 
@@ -114,10 +116,14 @@ def linear_rows(
     ``f32`` y [rows, n]; ``swiglu`` bf16 silu(gate)·up [rows, n/2]; ``residual`` bf16 of residual + product [rows, n], one
     rounding. Arguments: x, x_stride, w_codes, w_high, w_scales, w_divisor, (residual, residual_stride,) y, y_stride, rows;
     strides in elements. x, y and residual lie at multiples of 16 bytes with strides that are multiples of 8.
-    ``tile`` overrides the choice (tuning). Rows of y past the count are not written. Raises IRError when no kernel fits.
+    ``tile`` overrides the choice (tuning). Rows of y past the count are not written. ``push``: ordinal of an exchange for which
+    the kernel also sends every tile of y (bf16, f32) to the other rank as it is finished; arguments PUSH stand in front of y.
+    Raises IRError when no kernel fits.
     """
     if fmt not in FORMATS or store not in STORES:
         raise IRError(f"linear_rows: format {fmt!r} or store {store!r} is unknown; {', '.join(FORMATS)}; {', '.join(STORES)}")
+    if push is not None and store not in ("bf16", "f32"):
+        raise IRError(f"linear_rows {fmt} {store}: only partial sums, stored as bf16 or f32, are sent to another rank")
     outputs = n // 2 if store == "swiglu" else n
     k_step = {"NVFP4": 64, "FP8_E4M3FN_ROW_BF16S": 16}.get(fmt, 8)
     n_step = 128 if fmt == "NVFP4" else 8
@@ -140,16 +146,21 @@ def linear_rows(
         params["columns"] = WARPGROUP_TILES[tile.tokens]
     else:
         params["blocks_per_sm"] = tile.blocks_per_sm
-    residual = ("residual", "residual_stride") if store == "residual" else ()
+    before_y: tuple[str, ...] = ("residual", "residual_stride") if store == "residual" else ()
+    if push is not None:
+        params["push"], before_y = True, PUSH
     return KernelSpec(
         entry=f"linear_rows_{tile.family}_{name}_{store}_n{n}_k{k}_m{tile.rows}t{tile.tokens}s{tile.stages}_"
+        + ("push_" if push is not None else "")
         + caps.arch.replace("_", ""),
         template=f"linear_rows_{tile.family}.cu.j2",
         params=params,
         grid=(token_tiles, row_tiles, 1),
         block=256 + LOAD_THREADS if wgmma else tile.rows,
         smem=smem,
-        args=("x", "x_stride", "w_codes", "w_high", "w_scales", "w_divisor", *residual, "y", "y_stride", "rows"),
+        args=("x", "x_stride", "w_codes", "w_high", "w_scales", "w_divisor", *before_y, "y", "y_stride", "rows"),
+        scalars={} if push is None else {"ordinal": push},
         reason=f"{'warpgroup' if wgmma else 'warp'} products, tile of {tile.rows} weight rows x {tile.tokens} tokens: "
-        f"{token_tiles * row_tiles} tiles on {caps.sms * tile.blocks_per_sm} places",
+        f"{token_tiles * row_tiles} tiles on {caps.sms * tile.blocks_per_sm} places"
+        + ("" if push is None else ", each sent as it is finished"),
     )

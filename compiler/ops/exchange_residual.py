@@ -32,21 +32,23 @@ def in_rank_order(op: Op, own: str) -> list[str]:
 @register
 class ExchangeResidual(OpDef):
     """``peer_i`` are the other ranks' partial sums in rank order. ``sequence``, ``step`` (whose fault word a lost peer sets)
-    and ``ordinal`` steer the protocol; ``pushed``: the products send their partial sums themselves; ``rows`` bounds the columns
-    of a prefill chunk."""
+    and ``ordinal`` steer the protocol; ``pushed``: the products send their partial sums themselves, as words; ``tiles``: the
+    products of a prefill chunk can send theirs tile by tile, which the transport decides; ``rows`` bounds the columns of a
+    prefill chunk."""
 
     kind = "exchange_residual"
     inputs = ("partial", *PEERS, "residual", "sequence", "step", "rows")
     outputs = ("y",)
     optional = frozenset({*PEERS, "rows"})
-    attrs = {"ordinal": int, "wire": str, "pushed": bool}
+    attrs = {"ordinal": int, "wire": str, "pushed": bool, "tiles": bool}
 
     def check(self, op: Op, types: Mapping[str, TensorType]) -> None:
         y = types["y"]
         require(len(y.shape) == 2 and y.dtype == "bf16", op, f"y is {y}, bf16 [columns, width] is needed")
         require(types["residual"] == y, op, f"residual is {types['residual']}, {y} is needed")
         require(op.attrs["wire"] in ("f32", "bf16"), op, f"wire is {op.attrs['wire']!r}; allowed: f32, bf16")
-        require(op.attrs["wire"] == "f32" or not op.attrs["pushed"], op, "products push FP32 partial sums only")
+        require(op.attrs["wire"] == "f32" or not op.attrs["pushed"], op, "words that products push are FP32 partial sums")
+        require(not (op.attrs["pushed"] and op.attrs["tiles"]), op, "products send words or tiles, not both")
         want = TensorType(y.shape, str(op.attrs["wire"]))
         for name in ("partial", *peers_of(op)):
             require(types[name] == want, op, f"{name} is {types[name]}, {want} is needed")

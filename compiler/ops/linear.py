@@ -68,8 +68,8 @@ def product_cost(op: Op, types: Mapping[str, TensorType], values: Mapping[str, V
 class Linear(OpDef):
     """y = Σ segments, rounded to bf16 once, or kept in FP32 (``f32``: partial sums of a rank).
 
-    With ``sequence`` and ``step`` the kernel also sends each value to the other rank as it is finished, as words of exchange
-    ``ordinal`` (compiler/ops/exchange_residual.py, ``pushed``)."""
+    With ``sequence`` and ``step`` the kernel also sends what it stores to the other rank as it is finished, as words of
+    exchange ``ordinal`` or tile by tile (compiler/ops/exchange_residual.py, ``pushed`` and ``tiles``)."""
 
     kind = "linear"
     inputs = ("x", "w", "sequence", "step")
@@ -81,8 +81,8 @@ class Linear(OpDef):
         check_product(op, types, types["w"].shape[0], ("f32",) if op.attrs["f32"] else ("bf16",))
         check_segments(op, types)
         if "sequence" in op.inputs:
-            require(bool(op.attrs["f32"]) and "step" in op.inputs and op.int_attr("ordinal") >= 0, op,
-                    "what is sent are FP32 partial sums, as words of an exchange with an ordinal and a step table")  # fmt: skip
+            require("step" in op.inputs and op.int_attr("ordinal") >= 0, op,
+                    "what is sent are partial sums of an exchange with an ordinal and a step table")  # fmt: skip
 
     def reference(self, op: Op, ctx: Context) -> None:
         ctx.put("y", product(ctx, int(ctx.whole("y").shape[-1]), op.int_attr("segments")))

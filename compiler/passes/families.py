@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from compiler.ir.op import require
 from compiler.kernels import (
     attention_decode,
     attention_prefill,
@@ -18,7 +19,7 @@ from compiler.kernels import (
     linear_rows,
 )
 from compiler.kernels.spec import KernelSpec
-from compiler.passes.select import Site, family
+from compiler.passes.select import Site, family, sent_tiles
 
 _STORE = {"linear": "bf16", "linear_swiglu": "swiglu", "linear_residual": "residual"}
 
@@ -62,7 +63,9 @@ def product(site: Site) -> KernelSpec:
     if site.prefill and columns > 1:
         store = "f32" if site.op.attrs.get("f32") else _STORE[site.op.kind]
         n, k = types["w"].shape
-        return linear_rows.linear_rows(site.format(), store, n, k, columns, site.caps)
+        push = site.op.int_attr("ordinal") if "sequence" in site.op.inputs else None
+        return linear_rows.linear_rows(site.format(), store, n, k, columns, site.caps, push=push)
+    require("sequence" not in site.op.inputs or bool(site.op.attrs["f32"]), site.op, "products of few columns send FP32 words")
     row = site.graph.values[site.op.inputs["x"].value].type.shape[-1]
     return linear_columns.linear_spec(site.op, types, site.format(), row, site.caps)
 
@@ -131,7 +134,7 @@ def _exchange_begin(site: Site) -> KernelSpec:
 
 @family("exchange_residual")
 def _exchange_residual(site: Site) -> KernelSpec:
-    return exchange.residual_spec(site.op, site.types, site.caps)
+    return exchange.residual_spec(site.op, site.types, site.caps, None, sent_tiles(site.op, site.before))
 
 
 @family("sample_candidates")

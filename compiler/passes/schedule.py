@@ -14,7 +14,8 @@ from compiler.passes import memory
 from compiler.program.model import WORK, Arg, Call, Phase, Placement
 
 CHANNEL = ("outbox", "inbox", "hang")  # of an exchange: the runtime knows where they lie
-LATE = ("transport", "slot_words", "slot_slices", "slot_bytes")  # numbers of the transport that the runtime chooses
+# Numbers of the transport that the runtime chooses
+LATE = ("transport", "slot_words", "slot_slices", "slot_bytes", "tiles")
 PLANES = ("codes", "high", "scales", "divisor")
 
 

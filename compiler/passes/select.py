@@ -10,6 +10,7 @@ from compiler.ir.op import Op
 from compiler.ir.types import IRError, Ref, TensorType
 from compiler.kernels import exchange
 from compiler.kernels.spec import DeviceCaps, KernelSpec
+from compiler.ops.exchange_residual import peers_of
 from compiler.passes.early import check_early, settled
 from compiler.passes.gdn_layer import gdn_layer_at
 from compiler.passes.norm_prologue import norm_prologue_at
@@ -87,10 +88,23 @@ def norm_behind(graph: OpGraph, node: int) -> int | None:
     return None
 
 
-def exchange_and_norm(graph: OpGraph, node: int, norm: int, caps: DeviceCaps) -> Group:
+def sent_tiles(op: Op, before: Sequence[Group]) -> exchange.Tiles | None:
+    """The tiles that the products in front of an exchange send, None when they send none. Raises IRError when those of the
+    ranks differ: a kernel knows where its own rank's tiles lie and awaits the other's there."""
+    if not op.attrs["tiles"]:
+        return None
+    wanted = {op.inputs[name].value for name in ("partial", *peers_of(op))}
+    found = {(int(group.spec.params["tile_tokens"]), int(group.spec.params["tile_rows"])) for group in before
+             if group.operands.get("y", Ref("")).value in wanted and group.spec.params.get("push")}  # fmt: skip
+    if len(found) != 1:
+        raise IRError(f"op {op.kind} (layer {op.layer}): products send tiles of {len(found)} shapes, not of one")
+    return exchange.Tiles(*found.pop())
+
+
+def exchange_and_norm(graph: OpGraph, node: int, norm: int, caps: DeviceCaps, before: Sequence[Group]) -> Group:
     """An exchange with the norm behind it; both results are stored."""
     op, behind = graph.op(node), graph.op(norm)
-    spec = exchange.residual_spec(op, graph.types(op), caps, behind)
+    spec = exchange.residual_spec(op, graph.types(op), caps, behind, sent_tiles(op, before))
     extra = {"norm_w": behind.inputs["w"], "normed": behind.outputs["y"]}
     return Group(spec, (op, behind), (node, norm), operands(op) | extra, frozenset(), op.rank)
 
@@ -99,13 +113,13 @@ def select(graph: OpGraph, caps: DeviceCaps) -> list[Group]:
     """One kernel per op or fused run of ops, in build order. Raises IRError when no family serves an op."""
     import compiler.passes.families  # noqa: F401  registers the choices
 
-    groups = []
+    groups: list[Group] = []
     fused: set[int] = set()
     for node, op in graph.ops():
         if node in fused:
             continue
         if (norm := norm_behind(graph, node)) is not None:
-            groups.append(exchange_and_norm(graph, node, norm, caps))
+            groups.append(exchange_and_norm(graph, node, norm, caps, groups))
             fused.add(norm)
             continue
         if op.kind == "rmsnorm" and (product := norm_prologue_at(graph, node, caps)) is not None:

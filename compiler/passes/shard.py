@@ -63,7 +63,7 @@ def concatenated(ranges: Ranges, wanted: Ranges) -> Ranges:
 class Sharder:
     """Cuts the phases of one program. ``logical`` are the shared values of the unsharded builder; ``shared`` collects those
     of all ranks. ``wire``: what the exchanges of the residual stream carry in each phase, ``f32`` or ``bf16``. ``fused``:
-    products of few columns send their FP32 partial sums as they finish them."""
+    row-parallel products send their partial sums as they finish them: of few columns FP32 words, of a prefill chunk tiles."""
 
     spec: ModelSpec
     tp: int
@@ -297,9 +297,13 @@ class _Pass:
         return self.owner.wire[self.old.phase]
 
     def _pushes(self) -> bool:
-        """Whether row-parallel products send their partial sums themselves (2 ranks: a kernel has one peer)."""
+        """Whether row-parallel products send their partial sums themselves, as words (2 ranks: a kernel has one peer)."""
         few = self.old.phase == "decode" and self.old.columns <= PUSH_COLUMNS
         return self.owner.fused and few and self.wire == "f32" and self.tp == 2
+
+    def _tiles(self) -> bool:
+        """Whether those of a prefill chunk can send theirs tile by tile."""
+        return self.owner.fused and self.old.phase == "prefill" and self.old.columns > 1 and self.tp == 2
 
     def _partial(self, op: Op, rank: int, inputs: dict[str, Ref]) -> None:
         """The rank's share of a row-parallel product: its segments of K, summed in FP32, stored as what travels."""
@@ -307,7 +311,7 @@ class _Pass:
         partial = self._scratch(f"partial.{op.outputs['y'].value}", (columns, width), self.wire, rank)
         operands = {name: inputs[name] for name in ("x", "w")}
         attrs: dict[str, Attr] = {"segments": max(1, op.int_attr("segments") // self.tp), "f32": self.wire == "f32"}
-        if self._pushes():
+        if self._pushes() or self._tiles():
             operands |= self._control(rank)
             attrs["ordinal"] = self.ordinal
         self.new.add_op("linear", operands, {"y": partial}, attrs=attrs, rank=rank, layer=op.layer)
@@ -336,8 +340,8 @@ class _Pass:
             if self.old.phase == "prefill":
                 inputs["rows"] = self.new.add_value(self.owner.shared[at("pf_lane_ncols", rank)])
             self.new.add_op("exchange_residual", inputs, {"y": self.local(op.outputs["y"], rank)},
-                            attrs={"ordinal": self.ordinal, "wire": self.wire, "pushed": self._pushes()}, rank=rank,
-                            layer=op.layer)  # fmt: skip
+                            attrs={"ordinal": self.ordinal, "wire": self.wire, "pushed": self._pushes(),
+                                   "tiles": self._tiles()}, rank=rank, layer=op.layer)  # fmt: skip
         self.ordinal += 1
 
     def _candidates(self, op: Op, rank: int, inputs: dict[str, Ref]) -> None:

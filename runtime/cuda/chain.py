@@ -94,7 +94,7 @@ class Chain:
         self.devices, self.wire, self.count, self.shape = devices, wire, count, (columns, width)
         self._opened: list[tuple[Device, int]] = []
         self._graph: GraphPhase | None = None
-        self.exchange = Exchange(devices, mail, transport)
+        self.exchange = Exchange(devices, mail, transport, tiles=False)  # no products here
         try:
             parts, totals = payloads(np.random.default_rng(seed), self.shape, wire)
             self.want = sum(totals[: count % SETS], np.zeros(self.shape, np.float32))

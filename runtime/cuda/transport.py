@@ -21,6 +21,10 @@ from runtime.cuda.driver import DeviceError, api, call
 
 PEER, HOST, STAGED = "peer", "host", "staged"
 TRANSPORTS = (PEER, HOST, STAGED)  # in order of preference; the position is the number that kernels know
+# Where products of a prefill chunk send their tiles themselves. Not over the host: what they would save is the way into its
+# memory, while the way out of it, which takes as long, could begin only when the last of them is done; an exchange that sends
+# has both at once.
+TILES_OVER = frozenset({PEER})
 SCRUB = 1 << 31  # exchanges after which old words are cleared, so that no number of the last round stands anywhere
 HANG_BYTES = 256
 
@@ -67,10 +71,12 @@ def peer_access(devices: list[Device]) -> str | None:
 
 
 class Exchange:
-    """Mail of both ranks over one transport."""
+    """Mail of both ranks over one transport. ``tiles``: whether products of a prefill chunk send their tiles; by default
+    what is best for the transport."""
 
-    def __init__(self, devices: list[Device], mail: Mail, transport: str) -> None:
+    def __init__(self, devices: list[Device], mail: Mail, transport: str, tiles: bool | None = None) -> None:
         self.transport, self.mail, self.devices = transport, mail, devices
+        self.tiles = transport in TILES_OVER if tiles is None else tiles
         self._hang = PinnedBuffer(HANG_BYTES)
         self.hang = self._hang.array.view(np.uint32)
         self._pinned: list[PinnedBuffer] = []  # read by rank r
@@ -102,7 +108,7 @@ class Exchange:
     def complete(self, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
         """Arguments with the numbers that depend on the transport and its memory."""
         late = {"transport": TRANSPORTS.index(self.transport), "slot_words": self.mail.words,
-                "slot_slices": self.mail.slices, "slot_bytes": self.mail.nbytes}  # fmt: skip
+                "slot_slices": self.mail.slices, "slot_bytes": self.mail.nbytes, "tiles": int(self.tiles)}  # fmt: skip
         return tuple(replace(arg, number=late[arg.name]) if arg.name in late else arg for arg in args)
 
     def lost(self) -> bool:
@@ -165,4 +171,4 @@ class Staging:
         return exchange_op(item) is not None
 
 
-__all__ = ["HOST", "PEER", "STAGED", "TRANSPORTS", "Exchange", "Staging", "exchange_op", "mail_of", "peer_access"]
+__all__ = ["HOST", "PEER", "STAGED", "TILES_OVER", "TRANSPORTS", "Exchange", "Staging", "exchange_op", "mail_of", "peer_access"]

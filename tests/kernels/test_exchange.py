@@ -11,11 +11,11 @@ import pytest
 from compiler.control import DeviceFault
 from compiler.emit.arch import caps
 from compiler.emit.render import render
-from compiler.ir.op import Op, bf16_round
-from compiler.ir.types import Ref, TensorType
+from compiler.ir.op import Attr, Op, bf16_round
+from compiler.ir.types import IRError, Ref, TensorType
 from compiler.kernels import exchange
 from compiler.kernels.control import rmsnorm_spec
-from compiler.kernels.exchange import Mail, begin_spec, candidates_spec, merge_spec, residual_spec
+from compiler.kernels.exchange import Mail, Tiles, begin_spec, candidates_spec, merge_spec, residual_spec
 from compiler.kernels.linear_columns import Product, Tile, choose, problem, spec_of
 from compiler.kernels.spec import KernelSpec
 from compiler.ops.exchange_begin import number
@@ -27,6 +27,7 @@ from tests.kernels.encoded_weights import random_weights
 Array = np.ndarray[Any, Any]
 PEER, HOST, STAGED = range(3)
 EPS = 1e-6
+TILES = Tiles(2, 96)  # tokens and values, neither of which divides what is exchanged
 
 
 def launch(backend: Any, spec: KernelSpec, args: dict[str, Any]) -> None:
@@ -42,9 +43,10 @@ def launch(backend: Any, spec: KernelSpec, args: dict[str, Any]) -> None:
         backend.launch(spec, source, values)
 
 
-def residual_op(rank: int, wire: str, ordinal: int = 0, pushed: bool = False) -> Op:
+def residual_op(rank: int, wire: str, ordinal: int = 0, pushed: bool = False, tiles: bool = False) -> Op:
     refs = {name: Ref(name) for name in ("partial", "peer_1", "residual", "sequence", "step")}
-    return Op("exchange_residual", refs, {"y": Ref("y")}, attrs={"ordinal": ordinal, "wire": wire, "pushed": pushed}, rank=rank)
+    attrs: dict[str, Attr] = {"ordinal": ordinal, "wire": wire, "pushed": pushed, "tiles": tiles}
+    return Op("exchange_residual", refs, {"y": Ref("y")}, attrs=attrs, rank=rank)
 
 
 def types_of(columns: int, width: int, wire: str = "f32") -> dict[str, TensorType]:
@@ -94,7 +96,7 @@ class Site:
         self.residual = to_bf16(rng.standard_normal((columns, width)))
         self.sequence, self.wire, self.transport = number(base, ordinal), wire, transport
         nbytes = columns * width * (2 if wire == "bf16" else 4)
-        mail = Mail(nbytes // 4 + 4, columns * parts + 1, nbytes + 32)
+        mail = Mail(nbytes // 4 + 4, max(columns * parts, TILES.count(columns, width)) + 1, nbytes + 32)
         self.inbox, self.outbox = MailBox(mail), MailBox(mail)
         self.args: dict[str, Any] = {
             "residual": self.residual, "residual_stride": width, "partial_stride": width, "y_stride": width,
@@ -102,7 +104,8 @@ class Site:
             "normed": np.full((columns, width), 0xFFFF, np.uint16), "normed_stride": width, "rows": None,
             "sequence": np.array([base, 0, 0, 0], np.uint32), "step": np.zeros(4, np.int32), "outbox": self.outbox.array,
             "inbox": self.inbox.array, "hang": np.zeros(1, np.uint32), "transport": transport, "slot_words": mail.words,
-            "slot_slices": mail.slices, "slot_bytes": mail.nbytes}  # fmt: skip
+            "slot_slices": mail.slices, "slot_bytes": mail.nbytes, "tiles": 0}  # fmt: skip
+        self.slices = columns * parts
 
     def put(self, rank: int) -> None:
         """Own partial sums of ``rank``."""
@@ -118,8 +121,8 @@ class Site:
             self.inbox.words(self.sequence)[: raw.size // 4] = as_words(theirs.reshape(-1), self.sequence, self.wire)
         else:
             self.inbox.bytes(self.sequence)[: raw.size] = raw
-            self.inbox.lines(self.sequence)[: (self.inbox.mail.slices - 1) * len(theirs) // len(self.residual)] = (
-                np.uint64(self.sequence << 32))  # fmt: skip
+            lines = TILES.count(*theirs.shape) if form == "tiles" else self.slices * len(theirs) // len(self.residual)
+            self.inbox.lines(self.sequence)[:lines] = np.uint64(self.sequence << 32)
 
     def expected(self) -> Array:
         shown = [bf16_round(p) if self.wire == "bf16" else p for p in self.parts]
@@ -134,7 +137,7 @@ class Site:
         elif form == "slices":
             raw = stored(mine, self.wire).view(np.uint8).reshape(-1)
             box.bytes(self.sequence)[: raw.size] = raw
-            box.lines(self.sequence)[:-1] = np.uint64(self.sequence << 32)
+            box.lines(self.sequence)[: self.slices] = np.uint64(self.sequence << 32)
         return box.array
 
 
@@ -148,7 +151,7 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 NORM = Op("rmsnorm", {"x": Ref("x"), "w": Ref("w")}, {"y": Ref("n")}, attrs={"eps": EPS})
 FORMS = [(PEER, "words"), (PEER, "slices"), (HOST, "words"), (HOST, "slices"), (HOST, "sparing"), (PEER, "pushed"),
-         (STAGED, "words"), (STAGED, "slices")]  # fmt: skip
+         (STAGED, "words"), (STAGED, "slices"), (PEER, "tiles"), (HOST, "tiles"), (STAGED, "tiles")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("transport", "form"), FORMS, ids=lambda v: v if isinstance(v, str) else ("peer", "host", "staged")[v])
@@ -160,22 +163,24 @@ def test_sum(kernel_backend: Any, slices: Any, monkeypatch: pytest.MonkeyPatch, 
     if form == "pushed" and wire == "bf16":
         pytest.skip("products push FP32")
     base, ordinal = (1 << 32) - 3, 4  # the number wraps
-    slices(form)
+    slices("slices" if form == "tiles" and rank else form)  # what the kernel would send over another transport does not matter
     monkeypatch.setattr(exchange, "SPARING_FROM", 0 if form == "sparing" else 1 << 30)
     target = kernel_backend.caps(sms=2 if norm else 132)  # few multiprocessors: a block walks over columns
-    spec = residual_spec(residual_op(rank, wire, ordinal, form == "pushed"), types_of(columns, width, wire), target,
-                         NORM if norm else None)  # fmt: skip
+    tiles = form == "tiles"
+    spec = residual_spec(residual_op(rank, wire, ordinal, form == "pushed", tiles), types_of(columns, width, wire), target,
+                         NORM if norm else None, TILES if tiles else None)  # fmt: skip
     assert spec.grid[0] == (2 if width == 2048 else 1) and spec.grid[1] == (2 if norm else columns)
     site = Site(columns, width, wire, base, transport, ordinal, parts=spec.grid[0])
     site.inbox.words(site.sequence + 1)[:] = as_words(site.parts[0].reshape(-1)[:1], site.sequence - 1, "f32")[0]  # old words
     site.inbox.lines(site.sequence + 1)[:] = np.uint64((site.sequence - 1) << 32)
     site.put(rank)
-    site.deliver(rank, "slices" if form == "slices" else "words")
+    site.deliver(rank, form if form in ("slices", "tiles") else "words")
+    site.args["tiles"] = int(tiles and transport != STAGED)
     launch(kernel_backend, spec, site.args)
     want = site.expected()
     assert np.array_equal(site.args["y"], want)
     assert site.args["step"][3] == 0 and site.args["hang"][0] == 0
-    leaves = "nothing" if transport == STAGED or form == "pushed" else "slices" if form == "slices" else "words"
+    leaves = "nothing" if transport == STAGED or form in ("pushed", "tiles") else "slices" if form == "slices" else "words"
     assert np.array_equal(site.outbox.array, site.sent(rank, leaves))
     if norm:
         x = from_bf16(want).astype(np.float64)
@@ -200,14 +205,45 @@ def test_the_norm_behind_has_the_bits_of_the_norm_alone(kernel_backend: Any, col
 
 
 @pytest.mark.parametrize("form", ["words", "slices"])
+def test_a_kernel_that_can_take_tiles_sends_where_products_do_not(kernel_backend: Any, slices: Any, form: str) -> None:
+    """The same kernel without tiles: what it sends and takes are words or slices."""
+    slices(form)
+    site = Site(3, 640, "bf16", 6, HOST)
+    site.put(1)
+    site.deliver(1, form)
+    spec = residual_spec(residual_op(1, "bf16", tiles=True), types_of(3, 640, "bf16"), kernel_backend.caps(), NORM, TILES)
+    launch(kernel_backend, spec, site.args)
+    assert np.array_equal(site.args["y"], site.expected()) and np.array_equal(site.outbox.array, site.sent(1, form))
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_every_tile_is_awaited(kernel_backend: Any, slices: Any, missing: int) -> None:
+    """Of two by two tiles one keeps an old number: its columns, and no others, miss what it holds."""
+    slices("slices")
+    site = Site(3, 128, "bf16", 6, PEER)
+    site.put(0)
+    site.deliver(0, "tiles")
+    site.inbox.lines(6)[missing] = np.uint64(4 << 32)
+    site.args["tiles"] = 1
+    spec = residual_spec(residual_op(0, "bf16", tiles=True), types_of(3, 128, "bf16"), kernel_backend.caps(), None, TILES)
+    launch(kernel_backend, spec, site.args)
+    assert site.args["step"][3] == DeviceFault.EXCHANGE and site.args["hang"][0] == 1
+    right = (site.args["y"] == site.expected()).all(1)
+    assert right.tolist() == ([True, True, False] if missing >= 2 else [False, False, True])
+
+
+@pytest.mark.parametrize("form", ["words", "slices", "tiles"])
 def test_device_side_row_count(kernel_backend: Any, slices: Any, form: str) -> None:
     """Prefill: columns past the count are neither sent nor awaited nor written."""
-    slices(form)
+    slices("words" if form == "words" else "slices")
     site = Site(4, 128, "bf16", 2, PEER)
     site.put(0)
+    site.args["tiles"] = int(form == "tiles")
     site.args["rows"] = np.array([2], np.int32)
     site.deliver(0, form, 2)
-    spec = residual_spec(residual_op(0, "bf16"), types_of(4, 128, "bf16"), kernel_backend.caps())
+    tiles = TILES if form == "tiles" else None
+    op = residual_op(0, "bf16", tiles=tiles is not None)
+    spec = residual_spec(op, types_of(4, 128, "bf16"), kernel_backend.caps(), None, tiles)
     launch(kernel_backend, spec, site.args)
     assert np.array_equal(site.args["y"][:2], site.expected()[:2]) and np.all(site.args["y"][2:] == 0xFFFF)
     assert not site.outbox.words(2)[128:].any() and not site.outbox.bytes(2)[512:].any() and not site.outbox.lines(2)[2:].any()
@@ -261,11 +297,23 @@ def test_large_payloads_travel_as_slices() -> None:
 
 def test_mail_holds_every_form() -> None:
     """Room for words, lines and bytes of the largest exchange, none shared."""
-    wide = [(residual_op(0, "bf16"), types_of(1024, 5120, "bf16")), (residual_op(0, "f32", pushed=True), types_of(8, 5120)),
+    wide: list[tuple[Op, dict[str, TensorType]]] = [
+            (residual_op(0, "bf16"), types_of(1024, 5120, "bf16")), (residual_op(0, "f32", pushed=True), types_of(8, 5120)),
             (residual_op(0, "f32"), types_of(4, 5120))]  # fmt: skip
     mail = Mail.of((op, types, residual_spec(op, types, caps("sm_90a"), NORM)) for op, types in wide)
     assert mail == Mail(8 * 5120, 1024, 1024 * 5120 * 2)
     assert mail.size == 2 * (8 * 5120 * 8 + 1024 * 64 + 10 * 1024 * 1024) and mail.copied_to == mail.size - 2 * mail.nbytes
+    op, types = residual_op(0, "bf16", tiles=True), types_of(1024, 5120, "bf16")
+    small, big = (residual_spec(op, types, caps("sm_90a"), NORM, tiles) for tiles in (Tiles(352, 128), Tiles(16, 64)))
+    assert [Mail.of([(op, types, spec)]).slices for spec in (small, big)] == [1024, 64 * 80]
+
+
+def test_tiles_go_with_ops_that_take_them() -> None:
+    for tiles, given in ((True, None), (False, TILES)):
+        with pytest.raises(IRError, match="tiles are sent by products of many rows"):
+            residual_spec(residual_op(0, "bf16", tiles=tiles), types_of(3, 128, "bf16"), caps("sm_90a"), None, given)
+    with pytest.raises(IRError, match="words are pushed of FP32 sums"):
+        residual_spec(residual_op(0, "bf16", pushed=True), types_of(3, 128, "bf16"), caps("sm_90a"))
 
 
 @pytest.mark.parametrize("start", [0, 5, (1 << 32) - 2])

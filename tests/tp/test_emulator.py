@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,10 +23,10 @@ SAMPLED = Sampling(0.9, 0.95, 20, 0.0, 1.0, 0.2, seed=3)
 
 
 def run(tp: int, sampling: Sampling, transport: str = "staged", columns: int = 4, prefill: str = "none",
-        **options: Any) -> tuple[list[int], bytes]:  # fmt: skip
-    artifact = models.artifact("dense-small")
-    program = compile_program(artifact, caps("sm_90a", sms=6), CompileOptions(tp=tp, **(OPTIONS | options)), images=False)
-    backend = EmulatorBackend(program, models.store("dense-small", "bf16"), transport=transport)
+        tiles: bool | None = None, wgmma: bool = True, **options: Any) -> tuple[list[int], bytes]:  # fmt: skip
+    artifact, target = models.artifact("dense-small"), replace(caps("sm_90a", sms=6), wgmma=wgmma)
+    program = compile_program(artifact, target, CompileOptions(tp=tp, **(OPTIONS | options)), images=False)
+    backend = EmulatorBackend(program, models.store("dense-small", "bf16"), transport=transport, tiles=tiles)
     session = Session(backend, prefill=prefill, columns=columns)
     tokens = [e.token for e in session.generate(Request(list(range(3, 10)), 3, sampling=sampling))]
     state = np.concatenate([backend.read("recurrent1", rank) for rank in range(tp)], axis=1)
@@ -56,7 +57,17 @@ def test_slices_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("limit", [0, 1 << 30], ids=["slices", "words"])
 def test_prefill_chunks_of_two_ranks(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """A chunk of fewer rows than its kernels have room for: rows past the count are neither sent nor awaited."""
+    """A chunk of fewer rows than its kernels have room for: rows past the count are neither sent nor awaited. Products send
+    their tiles over peer memory; exchanges send words or slices over the host."""
     monkeypatch.setattr(exchange, "WORDS_UP_TO", {"host": limit, "peer": limit})
-    results = [run(2, Sampling(), transport, prefill="chunks") for transport in ("host", "staged")]
-    assert results[0] == results[1]
+    results = [run(2, Sampling(), transport, prefill="chunks") for transport in ("peer", "host", "staged")]
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize(("wire", "wgmma"), [("bf16", False), ("f32", True)], ids=["bf16 on warp-level products", "f32"])
+def test_tiles_of_products_give_the_bits_of_exchanges(wire: str, wgmma: bool) -> None:
+    """Whatever sends a chunk's sums, over either memory."""
+    options: dict[str, Any] = {"prefill": "chunks", "wgmma": wgmma, "exchange_prefill": wire}
+    want = run(2, Sampling(), "peer", fused=False, **options)
+    for transport, tiles in (("peer", True), ("host", True), ("peer", False)):
+        assert run(2, Sampling(), transport, tiles=tiles, **options) == want, (transport, tiles)

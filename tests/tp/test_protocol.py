@@ -1,7 +1,8 @@
 """The exchange protocol as a model: two ranks as threads, stores that become visible late and in any order.
 
 Payloads travel as words that carry their number, sent by the exchange or ahead of it by the product, or as a slice: bytes
-without numbers and a line that becomes visible only after them (release)."""
+without numbers and a line that becomes visible only after them (release). Tiles are slices of which a payload has several, each
+with a line: products send them one by one, in any order, while the rank's exchange may begin on what has arrived."""
 
 from __future__ import annotations
 
@@ -15,21 +16,22 @@ import pytest
 from compiler.ops.exchange_begin import number
 
 COUNT = 12  # exchanges of one replay
-LINE, BYTES = 100, 200  # cells of a slot: words from 0, the line of a slice, its bytes
+LINE, BYTES = 100, 200  # cells of a slot: words from 0, the lines of slices, their bytes
+TILE = 2  # words of a tile
 
 
 @dataclass
 class Mail:
-    """Memory of one reader: two slots of cells. A store lands later, in any order between addresses, in order at one; one with
-    ``release`` lands after all that were made before it."""
+    """Memory of one reader: two slots of cells. A store lands later, in any order between addresses, in order at one; one that
+    releases cells lands after all stores to them that were made before it."""
 
     size: int
     rng: random.Random
     cells: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    flying: list[tuple[tuple[int, int], tuple[int, int], bool]] = field(default_factory=list)
+    flying: list[tuple[tuple[int, int], tuple[int, int], range]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def store(self, slot: int, index: int, word: tuple[int, int], release: bool = False) -> None:
+    def store(self, slot: int, index: int, word: tuple[int, int], release: range = range(0)) -> None:
         with self.lock:
             self.flying.append(((slot, index), word, release))
 
@@ -40,7 +42,8 @@ class Mail:
                     pick = self.rng.randrange(len(self.flying))
                     where = self.flying[pick][0]
                     first = next(i for i, (other, *_) in enumerate(self.flying) if other == where)
-                    if not self.flying[first][2] or first == 0:
+                    before = {index for (_, index), *_ in self.flying[:first]}
+                    if before.isdisjoint(self.flying[first][2]):
                         self.cells[where] = self.flying.pop(first)[1]
             return self.cells.get((slot, index), (0, 0))
 
@@ -63,7 +66,7 @@ class Rank:
     stop_after: int = 1 << 60  # exchanges after which this rank falls silent
     patience: float = 20.0
     done: int = 0
-    slices: bool = False
+    form: str = "words"
     hung: bool = False
     wrong: list[str] = field(default_factory=list)
 
@@ -98,32 +101,47 @@ class Rank:
 
     def _send(self, base: int, ordinal: int, count: int) -> None:
         (sequence, slot), size, mail = self._place(base, ordinal), self.sizes[ordinal], self.mail[1 - self.rank]
-        if self.slices and self.fault == "line before its bytes":
-            mail.store(slot, LINE, (0, sequence), True)
-        for index in self.rng.sample(range(size), size):
-            stamp = 0 if self.slices else sequence
-            at = BYTES + index if self.slices else index
-            mail.store(slot, at, (self.value(self.rank, count, index), stamp))
-        if self.slices:
-            mail.store(slot, LINE, (0, sequence), self.fault != "line without release")
+        if self.form == "words":
+            for index in self.rng.sample(range(size), size):
+                mail.store(slot, index, (self.value(self.rank, count, index), sequence))
+            return
+        slices = self._slices(size)
+        for number_of in self.rng.sample(range(len(slices)), len(slices)):
+            line = LINE + number_of
+            if self.fault == "tiles swapped":
+                line = LINE + len(slices) - 1 - number_of
+            if self.fault == "line before its bytes":
+                mail.store(slot, line, (0, sequence))
+            for index in slices[number_of]:
+                mail.store(slot, BYTES + index, (self.value(self.rank, count, index), 0))
+            covered = range(BYTES + slices[number_of].start, BYTES + slices[number_of].stop)
+            mail.store(slot, line, (0, sequence), range(0) if self.fault == "line without release" else covered)
+            if self.form == "tiles" and self.rng.random() < 0.1:
+                time.sleep(0.0002)  # the product goes on
+
+    def _slices(self, size: int) -> list[range]:
+        """Words of each line."""
+        step = TILE if self.form == "tiles" else size
+        return [range(begin, min(begin + step, size)) for begin in range(0, size, step)]
 
     def _receive(self, base: int, ordinal: int, size: int) -> bool:
         (sequence, slot), mail = self._place(base, ordinal), self.mail[self.rank]
         deadline = time.monotonic() + self.patience
-        for index in [LINE] if self.slices else range(size):
-            while True:
-                value, stamp = mail.load(slot, index)
+        slices = [range(index, index + 1) for index in range(size)] if self.form == "words" else self._slices(size)
+        for line, indices in enumerate(slices):
+            awaited = self.fault != "one line awaited" or line == 0
+            while awaited:
+                value, stamp = mail.load(slot, line if self.form == "words" else LINE + line)
                 if stamp == sequence or (self.fault == "sequence not checked" and stamp):
                     break
                 if self.hung or time.monotonic() > deadline:
                     return False
-            self._look(slot, index, value)
-        for index in range(size) if self.slices else ():
-            self._look(slot, index, mail.load(slot, BYTES + index)[0])
+            for index in indices:
+                self._look(index, value if self.form == "words" else mail.load(slot, BYTES + index)[0])
         return True
 
-    def _look(self, slot: int, index: int, value: int) -> None:
-        if index != LINE and value != self.value(1 - self.rank, self.done, index):
+    def _look(self, index: int, value: int) -> None:
+        if value != self.value(1 - self.rank, self.done, index):
             self.wrong.append(f"exchange {self.done} cell {index}")
 
 
@@ -131,7 +149,7 @@ def pair(seed: int, fault: str = "", start: int = 2, patience: float = 20.0, for
     rng = random.Random(seed)
     sizes = [rng.choice([1, 3, 9]) for _ in range(COUNT)]
     mail = [Mail(9, random.Random(seed + i)) for i in range(2)]
-    return [Rank(r, mail, sizes, random.Random(seed + 10 + r), fault, start, patience=patience, slices=form == "slices")
+    return [Rank(r, mail, sizes, random.Random(seed + 10 + r), fault, start, patience=patience, form=form)
             for r in range(2)]  # fmt: skip
 
 
@@ -150,7 +168,7 @@ def run(ranks: list[Rank], replays: int) -> None:
 
 @pytest.mark.parametrize("start", [2, (1 << 32) - 30])
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("form", ["words", "slices"])
+@pytest.mark.parametrize("form", ["words", "slices", "tiles"])
 def test_every_value_is_the_right_one(form: str, seed: int, start: int) -> None:
     """Across replays, across the wrap of the sequence, with ranks that drift apart by up to one exchange."""
     ranks = pair(seed, start=start, form=form)
@@ -163,7 +181,9 @@ def test_every_value_is_the_right_one(form: str, seed: int, start: int) -> None:
 @pytest.mark.parametrize(("fault", "form"), [
     ("slot baked in", "words"), ("sequence not checked", "words"), ("slot baked in", "slices"),
     ("sequence not checked", "slices"), ("line before its bytes", "slices"), ("line without release", "slices"),
-    ("pushed too early", "words")])  # fmt: skip
+    ("pushed too early", "words"), ("pushed too early", "tiles"), ("slot baked in", "tiles"),
+    ("line before its bytes", "tiles"), ("line without release", "tiles"), ("tiles swapped", "tiles"),
+    ("one line awaited", "tiles")])  # fmt: skip
 def test_the_model_notices_broken_protocols(fault: str, form: str) -> None:
     noticed = False
     for seed in range(12):
@@ -187,7 +207,7 @@ def test_zero_would_be_taken_from_cleared_memory() -> None:
     assert noticed
 
 
-@pytest.mark.parametrize("form", ["words", "slices"])
+@pytest.mark.parametrize("form", ["words", "slices", "tiles"])
 def test_dropped_peer_and_restart(form: str) -> None:
     """A rank that falls silent is noticed in time; after both sides agree on a number and clear, all goes on."""
     ranks = pair(5, patience=0.2, form=form)

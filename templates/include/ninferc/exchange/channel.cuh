@@ -1,6 +1,7 @@
 // What two ranks send each other (docs/tensor-parallel.md). Small payloads are words of 8 bytes, 4 of value and 4 of sequence
 // number, written and read by one access: a word that carries the expected number carries its value too, without fences or
 // flags. Large ones are slices: plain bytes, and behind them a line with the number, stored with release and polled with acquire.
+// A slice is a block's part of a column, or a tile that the product which computes it sends itself (push.cuh).
 //
 // Two slots alternate by the parity of the number. A rank writes number n into a slot only after it has received all of n - 1,
 // which the peer sent after it had read all of n - 2, the last tenant of that slot. Words, lines and bytes never share memory: a

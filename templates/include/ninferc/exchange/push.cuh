@@ -1,4 +1,4 @@
-// Partial sums sent by the product that computes them: word by word, as each value is finished (fused exchange).
+// Partial sums sent by the product that computes them (fused exchange): word by word, as each value is finished, or tile by tile.
 #pragma once
 #include <ninferc/exchange/channel.cuh>
 
@@ -22,6 +22,20 @@ struct Push {
   }
   NINFERC_DEVICE void send(u64 word, f32 value) const {
     if (slot) st_relaxed_sys(slot + word, (u64(stamp) << 32) | float_bits(value));
+  }
+};
+
+// The sending side for the tiles of a product of many rows: a tile's values go to their places among the bytes of the payload,
+// then the tile's line gets the number. `tiles` is 0 where something else carries them (the transport: runtime/cuda/transport.py).
+struct TilePush {
+  u64* outbox;
+  const u32* sequence;
+  i32* step;
+  u32 ordinal, transport, slot_words, slot_slices, slot_bytes, tiles;
+
+  // Behind grid_dependency_wait(), as Push::open.
+  NINFERC_DEVICE Channel open() const {
+    return Channel(outbox, nullptr, nullptr, step, sequence, ordinal, transport, slot_words, slot_slices, slot_bytes);
   }
 };
 

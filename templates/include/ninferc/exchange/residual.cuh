@@ -23,15 +23,17 @@ struct NormRows {
   u32 y_stride;
   f32 eps;
 };
-// What a block does: part of the columns column, column + columns_step, ... `sender`: it only sends slices.
+// What a block does: part of the columns column, column + columns_step, ... `sender`: it only sends slices. `tiles`: what is
+// exchanged are tiles that the products send.
 struct Site {
   u32 part, column, columns_step;
-  bool sender;
+  bool sender, tiles = false;
 };
 
 // Config: width; parts (blocks of one column); half (bf16 travels); first_rank; norm (of the result, parts = 1); pushed (the
 // product that made the partial sums has sent them, as words); host_slices, peer_slices (the payload travels as slices there);
-// sparing (so many words that failed probes of host memory would hold up the data).
+// sparing (so many words that failed probes of host memory would hold up the data); tile_tokens, tile_rows (of a product that can
+// send its tiles: columns and values of a column that one holds; else 0).
 template <class Config>
 struct ResidualShape : Config {
   static constexpr u32 pairs = Config::width / 2 / Config::parts;  // pairs of values of one block
@@ -43,7 +45,8 @@ struct ResidualShape : Config {
   using Pair = typename Either<Config::half, u32, f32x2>::type;   // as it lies in memory
   using Words = typename Either<Config::half, u64, u64x2>::type;  // as it travels in words
   static_assert(Config::width % (2 * Config::parts) == 0 && (!Config::norm || Config::parts == 1));
-  static_assert(!Config::pushed || (!Config::half && !slices), "products push words of FP32");
+  static constexpr bool tiles = Config::tile_rows != 0;
+  static_assert(!Config::pushed || (!Config::half && !slices && !tiles), "products push words of FP32, or tiles");
 
   static NINFERC_DEVICE bool in_slices(u32 transport) {
     return transport == transport_host ? Config::host_slices : transport == transport_peer && Config::peer_slices;
@@ -95,14 +98,34 @@ NINFERC_DEVICE void send_slices(const Channel& channel, const Rows& rows, const 
   }
 }
 
-// The other rank's pairs of a block's part of a column.
+// The block waits until all tiles are there that hold its part of a column: each of some threads for one of them, before a
+// barrier. False when the peer is lost.
 template <class S>
-NINFERC_DEVICE void receive_pairs(const Channel& channel, const Site& site, u32 column, typename S::Pair (&theirs)[S::rounds]) {
+NINFERC_DEVICE bool await_tiles(const Channel& channel, const Site& site, u32 column) {
+  constexpr u32 across = ceil_div(S::width, S::tile_rows);  // tiles that hold a whole column
+  const u32 first = site.part * S::pairs * 2 / S::tile_rows, end = ceil_div((site.part + 1) * S::pairs * 2, S::tile_rows);
+  const u32 line = column / S::tile_tokens * across;
+  bool there = true;
+  for (u32 i = first + threadIdx.x; i < end; i += residual_threads) there = await_slice(channel, line + i) && there;
+  return __syncthreads_and(there) != 0;
+}
+
+// The other rank's pairs of a block's part of a column. `held`: the tile of columns that the block waited for last.
+template <class S>
+NINFERC_DEVICE void receive_pairs(const Channel& channel, const Site& site, u32 column, u32& held,
+                                  typename S::Pair (&theirs)[S::rounds]) {
   const u32 thread = threadIdx.x, count = thread < S::pairs ? ceil_div(S::pairs - thread, residual_threads) : 0;
   const u64 place = S::place(site, column) + thread;
-  const bool slices = S::slices && S::in_slices(channel.transport);
-  if (!S::words || slices || channel.transport == transport_staged) {
+  const bool tiles = S::tiles && site.tiles;
+  const bool slices = !tiles && S::slices && S::in_slices(channel.transport);
+  if (!S::words || slices || tiles || channel.transport == transport_staged) {
     bool there = true;
+    if constexpr (S::tiles) {
+      if (tiles && column / S::tile_tokens != held) {
+        there = await_tiles<S>(channel, site, column);
+        if (there) held = column / S::tile_tokens;
+      }
+    }
     if (slices) {
       __shared__ u32 arrived;
       if (thread == 0) arrived = await_slice(channel, column * S::parts + site.part);
@@ -138,12 +161,14 @@ NINFERC_DEVICE void residual(const Channel& channel, const Rows& rows, const Nor
   using S = ResidualShape<Config>;
   if constexpr (S::slices) {
     if (site.sender) {
-      if (S::in_slices(channel.transport)) send_slices<S>(channel, rows, site);
+      if (S::in_slices(channel.transport) && !site.tiles) send_slices<S>(channel, rows, site);
       return;
     }
   }
-  const bool sends = S::words && !S::pushed && channel.transport != transport_staged && !S::in_slices(channel.transport);
+  const bool sends = S::words && !S::pushed && !site.tiles && channel.transport != transport_staged &&
+                     !S::in_slices(channel.transport);
   const u32 thread = threadIdx.x;
+  u32 held = ~0u;
   for (u32 column = site.column; column < rows.columns; column += site.columns_step) {
     const u8* partial = S::partial(rows, site, column);
     const bf16* old_row = rows.residual + u64(column) * rows.residual_stride + site.part * S::pairs * 2;
@@ -167,7 +192,7 @@ NINFERC_DEVICE void residual(const Channel& channel, const Rows& rows, const Nor
       const u32 i = thread + j * residual_threads;
       if (i < S::pairs) old[j] = ld_global<u32>(old_row + 2 * i);
     }
-    receive_pairs<S>(channel, site, column, theirs);
+    receive_pairs<S>(channel, site, column, held, theirs);
     const bool last = rows.columns - column <= site.columns_step;
     if (last) grid_launch_dependents();
 #pragma unroll

@@ -6,11 +6,21 @@
 #pragma once
 #include <ninferc/base/math.cuh>
 #include <ninferc/base/mma.cuh>
+#include <ninferc/exchange/push.cuh>
 #include <ninferc/gemm/tile.cuh>
 
 namespace ninferc::gemm {
 
 struct RowScales { f32 low, high; };
+
+// Where results go; `push`: of a shape that sends its tiles.
+struct Target {
+  const bf16* residual;
+  u32 residual_stride;
+  void* y;
+  u32 y_stride;
+  exchange::TilePush push = {};
+};
 
 // What the f32 sums of tile rows `row` and `row + 8` still need: FP8 row scales, or 2^8 / divisor for NVFP4 (unpack.cuh).
 template <class S>
@@ -119,6 +129,25 @@ NINFERC_DEVICE void copy_out(u32 staging, bf16* y, u32 stride, u32 first, u32 to
     if (first + c * 8 < S::outputs)
       st_global<u32x4>(y + u64(token + t) * stride + first + c * 8, ld_shared<u32x4>(staging + t * S::pitch + c * 16));
   }
+}
+
+// The block's finished tile to y and, of a shape that sends, first to the other rank: `store(to, stride)` writes it to rows that
+// are `stride` values apart. All math threads take part. The barrier stands between all their stores and the line's release,
+// which covers them.
+template <class S, class StoreTile>
+NINFERC_DEVICE void store_tile(const Target& target, const StoreTile& store) {
+  if constexpr (S::push) {
+    if (target.push.tiles != 0) {
+      const exchange::Channel channel = target.push.open();
+      if (!channel.dead) store(channel.sent_bytes(), S::outputs);
+      store(target.y, target.y_stride);
+      named_barrier_sync(1, S::math_threads);
+      if (threadIdx.x == 0 && !channel.dead)
+        exchange::publish_slice(channel, blockIdx.x * ceil_div(S::outputs, S::tile_outputs) + blockIdx.y);
+      return;
+    }
+  }
+  store(target.y, target.y_stride);
 }
 
 }  // namespace ninferc::gemm

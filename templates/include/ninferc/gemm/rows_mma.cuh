@@ -56,7 +56,7 @@ NINFERC_DEVICE void unpack_rows(u32 (&a)[4][4], u32 stage, u32 row, u32 s) {
 // One block.
 template <class S>
 NINFERC_DEVICE void rows_mma(const Operands& o, const bf16* residual, u32 residual_stride, void* y, u32 y_stride,
-                             const i32* rows) {
+                             const i32* rows, const exchange::TilePush& push = {}) {
   static_assert(S::math_threads == S::tile_rows && S::tile_tokens % 16 == 0 && S::stages >= 2, "32 rows per warp");
   constexpr u32 blocks = S::tile_tokens / 8, ahead = S::stages - 1;
   NINFERC_DYNAMIC_SMEM(memory);
@@ -123,11 +123,14 @@ NINFERC_DEVICE void rows_mma(const Operands& o, const bf16* residual, u32 residu
   cp_async_wait<0>();
   grid_launch_dependents();
 
+  const Target target{residual, residual_stride, y, y_stride, push};
   if constexpr (S::store == Store::f32) {
+    store_tile<S>(target, [&](void* to, u32 stride) {
 #pragma unroll
-    for (u32 m = 0; m < 2; ++m)
-      put_f32<S, blocks>(d[m], row_scales<S>(o, first, row + m * 16 + group), static_cast<f32*>(y), y_stride, first + row + m * 16,
-                         token, active);
+      for (u32 m = 0; m < 2; ++m)
+        put_f32<S, blocks>(d[m], row_scales<S>(o, first, row + m * 16 + group), static_cast<f32*>(to), stride,
+                           first + row + m * 16, token, active);
+    });
   } else {
     sync_block();  // the stages are free
     if constexpr (S::store == Store::residual) {
@@ -138,7 +141,7 @@ NINFERC_DEVICE void rows_mma(const Operands& o, const bf16* residual, u32 residu
     for (u32 m = 0; m < 2; ++m)
       put<S, blocks>(d[m], row_scales<S>(o, first, row + m * 16 + group), shared, row + m * 16, 0);
     sync_block();
-    copy_out<S>(shared, static_cast<bf16*>(y), y_stride, first, token, active);
+    store_tile<S>(target, [&](void* to, u32 stride) { copy_out<S>(shared, static_cast<bf16*>(to), stride, first, token, active); });
   }
 }
 

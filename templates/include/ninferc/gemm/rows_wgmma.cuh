@@ -78,14 +78,6 @@ struct Ring {
   static constexpr u32 bytes = S::shared_bytes + S::stages * 16;
 };
 
-// Where results go.
-struct Target {
-  const bf16* residual;
-  u32 residual_stride;
-  void* y;
-  u32 y_stride;
-};
-
 // The math warps' part of a block: `parts` products of `columns` tokens per 16 columns of K, then the output.
 template <class S, u32 columns, u32 parts>
 NINFERC_DEVICE void multiply_tile(const Operands& o, const Target& target, const Ring<S>& ring, u32 first, u32 token, u32 active) {
@@ -140,12 +132,14 @@ NINFERC_DEVICE void multiply_tile(const Operands& o, const Target& target, const
   const u32 row = warp * 16;
   const RowScales scale = row_scales<S>(o, first, row + lane / 4);
   if constexpr (S::store == Store::f32) {
+    store_tile<S>(target, [&](void* to, u32 stride) {
 #pragma unroll
-    for (u32 p = 0; p < parts; ++p) {
-      if (p * columns < active)
-        put_f32<S, columns / 8>(d[p], scale, static_cast<f32*>(target.y), target.y_stride, first + row, token + p * columns,
-                                active - p * columns);
-    }
+      for (u32 p = 0; p < parts; ++p) {
+        if (p * columns < active)
+          put_f32<S, columns / 8>(d[p], scale, static_cast<f32*>(to), stride, first + row, token + p * columns,
+                                  active - p * columns);
+      }
+    });
   } else {
     named_barrier_sync(1, S::math_threads);  // the stages are free
     if constexpr (S::store == Store::residual) {
@@ -155,7 +149,9 @@ NINFERC_DEVICE void multiply_tile(const Operands& o, const Target& target, const
 #pragma unroll
     for (u32 p = 0; p < parts; ++p) put<S, columns / 8>(d[p], scale, ring.shared, row, p * columns);
     named_barrier_sync(1, S::math_threads);
-    copy_out<S>(ring.shared, static_cast<bf16*>(target.y), target.y_stride, first, token, active);
+    store_tile<S>(target, [&](void* to, u32 stride) {
+      copy_out<S>(ring.shared, static_cast<bf16*>(to), stride, first, token, active);
+    });
   }
 }
 

@@ -16,13 +16,15 @@ namespace ninferc::gemm {
 enum class Store { bf16, f32, swiglu, residual };
 
 // Everything known at compile time.  `n` weight rows (SwiGLU: gate rows, then up rows), `k` columns, `math_threads` threads
-// that hold accumulators; stages lie at multiples of `alignment` bytes.
-template <Format format_, Store store_, u32 n_, u32 k_, u32 tile_rows_, u32 tile_tokens_, u32 stages_, u32 math_threads_, u32 alignment>
+// that hold accumulators; stages lie at multiples of `alignment` bytes; with `push` tiles go to the other rank too.
+template <Format format_, Store store_, u32 n_, u32 k_, u32 tile_rows_, u32 tile_tokens_, u32 stages_, u32 math_threads_, u32 alignment,
+          bool push_ = false>
 struct Shape {
   static constexpr Format format = format_;
   static constexpr Store store = store_;
   static constexpr u32 n = n_, k = k_, tile_rows = tile_rows_, tile_tokens = tile_tokens_;
   static constexpr u32 stages = stages_, math_threads = math_threads_;
+  static constexpr bool push = push_;
   using T = Traits<format>;
   static constexpr bool swiglu = store == Store::swiglu;
   static constexpr u32 steps = ceil_div(k, 64u);
@@ -38,6 +40,7 @@ struct Shape {
   static constexpr u32 pitch = tile_outputs * 2 + 16;
   static constexpr u32 staging_bytes = store == Store::f32 ? 0 : tile_tokens * pitch;
   static constexpr u32 shared_bytes = stages * stage_bytes > staging_bytes ? stages * stage_bytes : staging_bytes;
+  static_assert(!push || store == Store::bf16 || store == Store::f32, "what is sent are partial sums");
   static_assert(n % 8 == 0 && outputs % 8 == 0 && k % 8 == 0, "rows and columns come in eights");
   static_assert(format != Format::fp8_row || k % 16 == 0, "FP8 rows are read in 16-byte pieces");
   static_assert(format != Format::nvfp4 || (n % 128 == 0 && k % 64 == 0), "NVFP4 has 128-row, 64-column scale tiles");
