@@ -104,7 +104,7 @@ class EmulatorBackend:
                 else:
                     late = {"transport": TRANSPORTS.index(self.transport), "slot_words": self.mail.words,
                             "slot_slices": self.mail.slices, "slot_bytes": self.mail.nbytes,
-                            "tiles": int(self.tiles)}  # fmt: skip
+                            "tiles": 2 * self.tiles}  # fmt: skip
                     arguments.append(late.get(arg.name, arg.number))
             self._deliver(item, call)
             for place in call.scratch.values():

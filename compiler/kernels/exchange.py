@@ -141,7 +141,7 @@ def residual_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps, nor
     how = "pushed by the product" if pushed else " and ".join(
         f"{'slices' if sliced else 'words'} over {name}" for name, sliced in (("peer", peer), ("host", host)))  # fmt: skip
     if tiles is not None:
-        how = f"tiles of {tiles.tokens} columns x {tiles.rows} values sent by the product, or {how}"
+        how = f"tiles of {tiles.tokens} columns x {tiles.rows} values sent by the product, where it does not {how}"
     senders = host or peer
     # Senders and receivers of many columns share multiprocessors, so that both directions of the link are busy; wider rows do
     # not fit half the registers.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from compiler.ir.graph import OpGraph, rule
 from compiler.ir.op import Array, Context, Cost, Op, OpDef, register, require
 from compiler.ir.types import TensorType, Value
 
@@ -27,6 +28,25 @@ def in_rank_order(op: Op, own: str) -> list[str]:
     names = peers_of(op)
     names.insert(op.rank, own)
     return names
+
+
+@rule("sent sums are awaited")
+def _sent(graph: OpGraph) -> None:
+    """An exchange awaits what products send exactly where the products of all its ranks send, under its number, and nothing is
+    sent that none awaits."""
+    sent = {op.outputs["y"].value: op for _, op in graph.ops() if op.kind == "linear" and "sequence" in op.inputs}
+    awaited: set[str] = set()
+    for _, op in graph.ops():
+        if op.kind != "exchange_residual":
+            continue
+        wanted = op.int_attr("ordinal") if op.attrs["pushed"] or op.attrs["tiles"] else None
+        for name in ("partial", *peers_of(op)):
+            value = op.inputs[name].value
+            number = sent[value].int_attr("ordinal") if value in sent else None
+            require(number == wanted, op, f"{name} is sent as exchange {number}, awaited as {wanted}")
+            awaited.add(value)
+    for value, op in sent.items():
+        require(value in awaited, op, f"{value} is sent, but no exchange takes it")
 
 
 @register

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +19,9 @@ from compiler.emit.render import kernel_source
 from compiler.ir.op import Array, Attr, Op
 from compiler.ir.types import Ref, TensorType
 from compiler.kernels.control import rmsnorm_spec
-from compiler.kernels.exchange import Mail, begin_spec, residual_spec
+from compiler.kernels.exchange import Mail, Tiles, begin_spec, residual_spec
 from compiler.kernels.linear_columns import Product, choose, spec_of
+from compiler.kernels.linear_rows import linear_rows
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.ops.exchange_residual import PUSH_COLUMNS
 from compiler.program.model import KernelImage, Phase
@@ -81,9 +82,9 @@ def _types(columns: int, wire: str) -> dict[str, TensorType]:
     return {"partial": partial, "peer_1": partial, "residual": row, "y": row}
 
 
-def _op(rank: int, wire: str, pushed: bool) -> Op:
+def _op(rank: int, wire: str, pushed: bool, tiles: bool = False) -> Op:
     refs = {name: Ref(name) for name in ("partial", "peer_1", "residual", "sequence", "step")}
-    attrs: dict[str, Attr] = {"ordinal": 0, "wire": wire, "pushed": pushed}
+    attrs: dict[str, Attr] = {"ordinal": 0, "wire": wire, "pushed": pushed, "tiles": tiles}
     return Op("exchange_residual", refs, {"y": Ref("y")}, attrs=attrs, rank=rank)
 
 
@@ -134,10 +135,13 @@ def bench(devices: Sequence[int], columns: int = 1, wire: str = "f32", transport
 
 class _Products:
     """A chain of ``count`` links product, exchange and residual, norm on both ranks; ``how``: fused (the product sends its
-    sums), unfused, or without (the product adds the residual, as one rank alone does)."""
+    sums), unfused, or without (the product adds the residual, as one rank alone does). More columns than send words are a
+    chunk of prefill: products of many rows, whose sums travel as BF16."""
 
     def __init__(self, columns: int, count: int, caps: DeviceCaps) -> None:
         self.columns, self.count, self.caps = columns, count, caps
+        self.chunk = columns > PUSH_COLUMNS
+        self.wire = "bf16" if self.chunk else "f32"
         self._packed: list[PackedArgs] = []
 
     def place(self, chain: Chain, specs: Sequence[KernelSpec]) -> None:
@@ -155,15 +159,30 @@ class _Products:
 
     def specs(self, how: str) -> list[tuple[KernelSpec, ...]]:
         """Per rank: the product, and what stands behind it."""
-        epilogue = {"fused": "push_f32", "unfused": "store_f32", "without": "residual"}[how]
-        product = Product("BF16", WIDTH, INNER, self.columns, 1, epilogue)
-        first = spec_of(product, choose(product, self.caps), self.caps)
+        tiles: Tiles | None = None
+        if self.chunk:
+            store, push = "residual" if how == "without" else "bf16", 0 if how == "fused" else None
+            first = linear_rows("BF16", store, WIDTH, INNER, self.columns, self.caps, push=push)
+            if how == "fused":
+                tiles = Tiles(int(first.params["tile_tokens"]), int(first.params["tile_rows"]))
+        else:
+            epilogue = {"fused": "push_f32", "unfused": "store_f32", "without": "residual"}[how]
+            product = Product("BF16", WIDTH, INNER, self.columns, 1, epilogue)
+            first = spec_of(product, choose(product, self.caps), self.caps)
         row = TensorType((self.columns, WIDTH), "bf16")
         norm = Op("rmsnorm", {"x": Ref("x"), "w": Ref("w")}, {"y": Ref("y")}, attrs={"eps": EPS})
         if how == "without":
             return [(first, rmsnorm_spec(norm, {"x": row, "y": row}, self.caps))] * 2
-        types = _types(self.columns, "f32")
-        return [(first, residual_spec(_op(rank, "f32", how == "fused"), types, self.caps, norm)) for rank in (0, 1)]
+        types, words = _types(self.columns, self.wire), how == "fused" and not self.chunk
+        return [(first, residual_spec(_op(rank, self.wire, words, tiles is not None), types, self.caps, norm, tiles))
+                for rank in (0, 1)]  # fmt: skip
+
+    def mail(self, links: Mapping[str, list[tuple[KernelSpec, ...]]]) -> Mail:
+        """Room for what the exchanges of ``links`` and those without a product send."""
+        types = _types(self.columns, self.wire)
+        words, tiles = not self.chunk, self.chunk
+        return Mail.of((_op(rank, self.wire, how == "fused" and words, how == "fused" and tiles), types, links[how][rank][1])
+                       for how in ("unfused", "fused") for rank in (0, 1))  # fmt: skip
 
     def graph(self, how: str, specs: list[tuple[KernelSpec, ...]], begin: KernelSpec, modules: Modules) -> GraphPhase:
         channel, places = self.chain.exchange, self.chain.places
@@ -175,7 +194,7 @@ class _Products:
                 for rank in (0, 1):
                     mine = places[rank]
                     old, new = mine["s" if odd else "r"], mine["r" if odd else "s"]
-                    product = {"x": mine["n"], "w_codes": mine["w_codes"], "residual": old,
+                    product = {"x": mine["n"], "w_codes": mine["w_codes"], "residual": old, "rows": mine["rows"],
                                "y": new if how == "without" else mine["partial"]}  # fmt: skip
                     behind = {"x": new, "w": mine["norm_w"], "y": mine["n"]} if how == "without" else {
                         "partial": mine["partial"], "residual": old, "y": new, "normed": mine["n"]}  # fmt: skip
@@ -190,7 +209,7 @@ class _Products:
         phase = Phase("fused exchange benchmark", "decode", 1, self.columns, tuple(calls), {}, {})
         packed = [PackedArgs(item.args, self.chain.address) for item in calls]
         self._packed += packed
-        nbytes = 4 * WIDTH * self.columns
+        nbytes = _types(self.columns, self.wire)["partial"].nbytes
         staging = Staging(channel, self.chain.address, lambda op: nbytes) if channel.transport == STAGED else None
         return GraphPhase(phase, modules, packed, self.chain.devices, self.caps.programmatic_edges, staging)
 
@@ -210,7 +229,8 @@ class _Products:
 def bench_fused(devices: Sequence[int], columns: int = 1, transport: str = PEER, exchanges: int = 128,
                 replays: int = 20) -> list[ExchangeRow]:  # fmt: skip
     """What an exchange of ``columns`` columns adds to a graph of products [5120, 3072], residual and norm: sent by the product
-    (fused) and by a kernel of its own. Both give the same bits on both ranks, or DeviceError is raised."""
+    (fused: words of few columns, tiles of many) and by a kernel of its own. Both give the same bits on both ranks, or
+    DeviceError is raised."""
     import time
 
     pair, caps = _open(devices, transport)
@@ -218,14 +238,14 @@ def bench_fused(devices: Sequence[int], columns: int = 1, transport: str = PEER,
     chain: Chain | None = None
     graphs: list[GraphPhase] = []
     try:
-        types, begin = _types(columns, "f32"), _begin(caps, exchanges)
-        bare = [residual_spec(_op(rank, "f32", False), types, caps) for rank in (0, 1)]
-        mail = Mail.of((_op(rank, "f32", pushed), types, spec) for pushed in (False, True) for rank, spec in enumerate(bare))
-        products = _Products(columns, exchanges, caps)
+        products, begin = _Products(columns, exchanges, caps), _begin(caps, exchanges)
+        types = _types(columns, products.wire)
+        bare = [residual_spec(_op(rank, products.wire, False), types, caps) for rank in (0, 1)]
         links = {how: products.specs(how) for how in ("without", "unfused", "fused")}
         every = [spec for ranks in links.values() for both in ranks for spec in both]
         modules = _load([begin, *bare, *every], pair, caps)
-        chain = Chain(pair, modules, Links(begin, bare), WIDTH, columns, "f32", transport, mail, 1, caps.programmatic_edges)
+        chain = Chain(pair, modules, Links(begin, bare), WIDTH, columns, products.wire, transport, products.mail(links), 1,
+                      caps.programmatic_edges, tiles=transport != STAGED)  # fmt: skip
         products.place(chain, every)
         seconds, digests = {}, {}
         for how, specs in links.items():
@@ -266,7 +286,8 @@ def bench_fused(devices: Sequence[int], columns: int = 1, transport: str = PEER,
 def run(devices: Sequence[int], columns: Sequence[int] = (1, 4, 8, 64), transports: Sequence[str] = TRANSPORTS,
         exchanges: int = 128) -> Iterator[ExchangeRow]:  # fmt: skip
     """Rows of ``ninferc bench exchange --devices A,B``: every transport the pair has; both wires, fused and not, and the
-    payload of a chunk of prefill (1024 columns of BF16)."""
+    payload of a chunk of prefill (1024 columns of BF16), which products send over host memory too (programs do not:
+    runtime/cuda/transport.py)."""
     for transport in transports:
         if transport == PEER:
             try:
@@ -283,6 +304,7 @@ def run(devices: Sequence[int], columns: Sequence[int] = (1, 4, 8, 64), transpor
             if count <= PUSH_COLUMNS:
                 yield from bench_fused(devices, count, transport, exchanges)
         yield bench(devices, CHUNK, "bf16", transport, max(2, exchanges // 8), replays=5)
+        yield from bench_fused(devices, CHUNK, transport, max(2, exchanges // 8))
 
 
 __all__ = ["HOST", "ExchangeRow", "bench", "bench_fused", "run"]

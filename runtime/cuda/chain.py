@@ -90,11 +90,12 @@ class Chain:
     """``count`` exchanges of ``columns`` × ``width``, ``wire`` f32 or bf16, over ``transport``. Raises DeviceError."""
 
     def __init__(self, devices: list[Device], modules: Modules, links: Links, width: int, columns: int, wire: str,
-                 transport: str, mail: Mail, count: int, programmatic: bool, seed: int = 1) -> None:  # fmt: skip
+                 transport: str, mail: Mail, count: int, programmatic: bool, seed: int = 1,
+                 tiles: bool = False) -> None:  # fmt: skip
         self.devices, self.wire, self.count, self.shape = devices, wire, count, (columns, width)
         self._opened: list[tuple[Device, int]] = []
         self._graph: GraphPhase | None = None
-        self.exchange = Exchange(devices, mail, transport, tiles=False)  # no products here
+        self.exchange = Exchange(devices, mail, transport, tiles)  # its own graph has no products that could send any
         try:
             parts, totals = payloads(np.random.default_rng(seed), self.shape, wire)
             self.want = sum(totals[: count % SETS], np.zeros(self.shape, np.float32))

@@ -72,11 +72,13 @@ def peer_access(devices: list[Device]) -> str | None:
 
 class Exchange:
     """Mail of both ranks over one transport. ``tiles``: whether products of a prefill chunk send their tiles; by default
-    what is best for the transport."""
+    what is best for the transport. The attribute is what kernels know: 0, 1, or 2 where each rank has a device, so that blocks
+    of exchanges which then need not send may wait as well (compiler/passes/coresident.py counts them for one device)."""
 
     def __init__(self, devices: list[Device], mail: Mail, transport: str, tiles: bool | None = None) -> None:
         self.transport, self.mail, self.devices = transport, mail, devices
-        self.tiles = transport in TILES_OVER if tiles is None else tiles
+        sent = transport in TILES_OVER if tiles is None else tiles
+        self.tiles = 0 if not sent else 1 if devices[0].index == devices[1].index else 2
         self._hang = PinnedBuffer(HANG_BYTES)
         self.hang = self._hang.array.view(np.uint32)
         self._pinned: list[PinnedBuffer] = []  # read by rank r
@@ -108,7 +110,7 @@ class Exchange:
     def complete(self, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
         """Arguments with the numbers that depend on the transport and its memory."""
         late = {"transport": TRANSPORTS.index(self.transport), "slot_words": self.mail.words,
-                "slot_slices": self.mail.slices, "slot_bytes": self.mail.nbytes, "tiles": int(self.tiles)}  # fmt: skip
+                "slot_slices": self.mail.slices, "slot_bytes": self.mail.nbytes, "tiles": self.tiles}  # fmt: skip
         return tuple(replace(arg, number=late[arg.name]) if arg.name in late else arg for arg in args)
 
     def lost(self) -> bool:

@@ -168,6 +168,35 @@ def test_a_chunk_of_prefill(pair: Pair) -> None:
         assert len({row.digest for row in rows}) == 1
 
 
+def test_tiles_of_a_chunk_of_prefill(pair: Pair) -> None:
+    """Sent by row products as they finish them, in several waves of blocks: the bits of a chunk that an exchange sends."""
+    for columns in (1000, 1024):
+        rows = [row for t in transports(pair) for row in bench_fused(pair, columns, t, exchanges=10, replays=20)]
+        assert len({row.digest for row in rows}) == 1
+
+
+@pytest.mark.parametrize("wire", ["bf16", "f32"])
+@pytest.mark.parametrize("name", ["example", "dense-small"])
+def test_prefill_has_one_value_over_transports(pair: Pair, monkeypatch: pytest.MonkeyPatch, name: str, wire: str) -> None:
+    """Whether products or exchanges send a chunk's sums, through which memory, graph or eager; both ranks compared."""
+    ids = [random.Random(7).randrange(500) for _ in range(300)]
+    results: dict[bytes, list[str]] = {}
+    runs: list[tuple[str, bool, bool, dict[str, Any]]] = [(t, False, True, {}) for t in transports(pair)]
+    runs += [(t, False, False, {}) for t in transports(pair)[:-1]]
+    runs += [(transports(pair)[0], True, True, {}), (transports(pair)[0], False, True, {"fused": False})]
+    for transport, eager, tiles, options in runs:
+        monkeypatch.setattr("runtime.cuda.transport.TILES_OVER", frozenset({"peer", "host"} if tiles else ()))
+        with opened(pair, name, 2, transport, eager, exchange_prefill=wire, **options) as backend:
+            assert backend.exchange is not None  # 2: blocks that need not send may wait, each rank having a device
+            assert backend.exchange.tiles == (1 + pair[1] if tiles and transport != "staged" else 0)
+            session = Session(CheckedBackend(backend))
+            for _ in range(3):  # slots and numbers of earlier chunks stand there
+                found = np.concatenate(list(session.score(ids))).tobytes()
+                tokens = [e.token for e in session.generate(Request(ids, 4))]
+                results.setdefault(found + bytes(str(tokens), "ascii"), []).append(f"{transport} {eager} {tiles} {options}")
+    assert len(results) == 1, list(results.values())
+
+
 def test_step_down_and_self_test(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     """A corrupted byte steps down with a logged reason; a transport asked for by name is not replaced."""
     program = compiled(pair, "dense-small", 2)
@@ -185,24 +214,25 @@ def test_step_down_and_self_test(pair: Pair, caplog: pytest.LogCaptureFixture) -
             modules.close()
 
 
+@pytest.mark.parametrize("prefill", ["none", "chunks"])
 @pytest.mark.parametrize("fused", [True, False], ids=["pushed", "sent"])
 @pytest.mark.parametrize("transport", ["peer", "host"])
-def test_a_peer_that_never_arrives(pair: Pair, transport: str, fused: bool) -> None:
-    """What rank 1 sends in a step is left out: the replay ends within a second, its output is not used, and after
+def test_a_peer_that_never_arrives(pair: Pair, transport: str, fused: bool, prefill: str) -> None:
+    """What rank 1 sends in a step or a chunk is left out: the replay ends within a second, its output is not used, and after
     ``resynchronise`` both ranks go on with the bits of a fresh run."""
     if transport not in transports(pair):
         pytest.skip(f"the pair has no {transport}")
     request = Request(list(range(20)), 6)
     with opened(pair, "dense-small", 2, transport, eager=True, fused=fused) as backend:
-        want = [e.token for e in Session(backend, prefill="none").generate(request)]
-        phase: Any = backend._phases["decode1x1"]
+        want = [e.token for e in Session(backend, prefill=prefill).generate(request)]
+        phase: Any = backend._phases["decode1x1" if prefill == "none" else "prefill"]
         whole = phase._phase
         kept = tuple(item for item in whole.calls if item.rank == 0 or not any("ordinal" in op.attrs for op in item.ops))
         args = phase._args
         left = {item.index for item in kept}
         phase._args = [packed for item, packed in zip(whole.calls, args, strict=True) if item.index in left]
         phase._phase = replace(whole, calls=kept)
-        session = Session(backend, prefill="none", depth=0)
+        session = Session(backend, prefill=prefill, depth=0)
         session.submit(request)
         began = time.monotonic()
         with pytest.raises((DeviceError, EngineFault)):
@@ -213,7 +243,7 @@ def test_a_peer_that_never_arrives(pair: Pair, transport: str, fused: bool) -> N
         backend.resynchronise()
         backend.check()
         session.cancel(0)
-        assert [e.token for e in Session(backend, prefill="none").generate(request)] == want
+        assert [e.token for e in Session(backend, prefill=prefill).generate(request)] == want
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ def test_sum(kernel_backend: Any, slices: Any, monkeypatch: pytest.MonkeyPatch, 
     site.inbox.lines(site.sequence + 1)[:] = np.uint64((site.sequence - 1) << 32)
     site.put(rank)
     site.deliver(rank, form if form in ("slices", "tiles") else "words")
-    site.args["tiles"] = int(tiles and transport != STAGED)
+    site.args["tiles"] = {PEER: 1, HOST: 2, STAGED: 0}[transport] if tiles else 0
     launch(kernel_backend, spec, site.args)
     want = site.expected()
     assert np.array_equal(site.args["y"], want)
@@ -216,16 +216,21 @@ def test_a_kernel_that_can_take_tiles_sends_where_products_do_not(kernel_backend
     assert np.array_equal(site.args["y"], site.expected()) and np.array_equal(site.outbox.array, site.sent(1, form))
 
 
+@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("missing", range(4))
-def test_every_tile_is_awaited(kernel_backend: Any, slices: Any, missing: int) -> None:
-    """Of two by two tiles one keeps an old number: its columns, and no others, miss what it holds."""
+def test_every_tile_is_awaited(kernel_backend: Any, slices: Any, missing: int, blocks: int, tiles: int) -> None:
+    """Of two by two tiles one keeps an old number: its columns, and no others, miss what it holds, also where one block walks
+    over all columns, and where blocks wait that would have sent."""
     slices("slices")
     site = Site(3, 128, "bf16", 6, PEER)
     site.put(0)
     site.deliver(0, "tiles")
     site.inbox.lines(6)[missing] = np.uint64(4 << 32)
-    site.args["tiles"] = 1
-    spec = residual_spec(residual_op(0, "bf16", tiles=True), types_of(3, 128, "bf16"), kernel_backend.caps(), None, TILES)
+    site.args["tiles"] = tiles
+    target = kernel_backend.caps(sms=blocks)
+    spec = residual_spec(residual_op(0, "bf16", tiles=True), types_of(3, 128, "bf16"), target, None, TILES)
+    assert spec.grid[1] == blocks
     launch(kernel_backend, spec, site.args)
     assert site.args["step"][3] == DeviceFault.EXCHANGE and site.args["hang"][0] == 1
     right = (site.args["y"] == site.expected()).all(1)

@@ -126,14 +126,15 @@ class Graph:
                     MEMORY.at(target)[:nbytes] = MEMORY.at(source)[:nbytes]
             spec, named = self.modules.specs[item.entry], arguments[index]
             waits = spec.template == "exchange_residual.cu.j2" and self.staging is None
-            if waits and not spec.params["pushed"]:
+            waits = waits and not spec.params["pushed"] and not named.get("tiles")  # else products have sent all
+            if waits:
                 other = next(i for i, twin in enumerate(self.phase.calls) if twin.rank != item.rank
                              and (twin.ops[0].kind, twin.ops[0].attrs) == (item.ops[0].kind, item.ops[0].attrs))  # fmt: skip
                 self._put(arguments[other], self.modules.specs[self.phase.calls[other].entry])
             values = [MEMORY.at(named[name]) if arg.kind == "pointer" else None if arg.kind == "null" else named[name]
                       for name, arg in zip(spec.args, item.args, strict=True)]  # fmt: skip
             launch(self.modules.kernel(item.entry), item.grid, item.block, values, item.smem, schedule_seed=1)
-            if waits and not spec.params["pushed"]:
+            if waits:
                 self._put(named, spec, check=True)
 
     @staticmethod

@@ -160,11 +160,12 @@ def test_the_benchmark_checks_every_value(small: None, pair: pytest.MonkeyPatch,
         measured.bench([0, 1], 3, wire, "peer", exchanges, 2)
 
 
+@pytest.mark.parametrize(("columns", "kib"), [(2, 2), (70, 35)], ids=["words", "tiles"])
 @pytest.mark.parametrize("transport", ["peer", "host", "staged"])
-def test_pushed_and_sent_sums_are_the_same(small: None, transport: str) -> None:
-    fused, unfused = measured.bench_fused([0, 0], 2, transport, 3, 2)
+def test_pushed_and_sent_sums_are_the_same(small: None, transport: str, columns: int, kib: int) -> None:
+    fused, unfused = measured.bench_fused([0, 0], columns, transport, 3, 2)
     assert fused.digest == unfused.digest
-    assert fused.case == f"exchange {transport} 2 KiB x3 fused devices 0,0"
+    assert fused.case == f"exchange {transport} {kib} KiB x3 fused devices 0,0"
 
 
 def test_rows_of_a_pair(small: None, pair: pytest.MonkeyPatch) -> None:
@@ -174,9 +175,9 @@ def test_rows_of_a_pair(small: None, pair: pytest.MonkeyPatch) -> None:
     pair.setattr(measured, "bench_fused", lambda devices, columns, transport, exchanges: [
         measured.ExchangeRow(f"{transport} {columns} fused", transport, 0, 1.0, "")])  # fmt: skip
     cases = [row.case for row in measured.run([0, 1], (1, 64), exchanges=16)]
-    assert cases[:6] == ["peer 1 f32 x16", "peer 1 bf16 x16", "peer 1 fused", "peer 64 f32 x16", "peer 64 bf16 x16",
-                         "peer 6 bf16 x2"]  # fmt: skip
-    assert len(cases) == 18
+    assert cases[:7] == ["peer 1 f32 x16", "peer 1 bf16 x16", "peer 1 fused", "peer 64 f32 x16", "peer 64 bf16 x16",
+                         "peer 6 bf16 x2", "peer 6 fused"]  # fmt: skip
+    assert len(cases) == 21
     pair.setattr(measured, "peer_access", lambda devices: "device 0 cannot reach the memory of device 1")
     assert {row.transport for row in measured.run([0, 1], (1,), exchanges=16)} == {"host", "staged"}
     with pytest.raises(DeviceError, match="cannot reach"):

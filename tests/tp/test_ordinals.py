@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from compiler.ir.graph import OpGraph, check
+from compiler.ir.op import Attr
+from compiler.ir.types import IRError, Kind, Ref, TensorType, Value
 from compiler.kernels.exchange import KINDS
 from compiler.program.model import Phase
 from tests import models
@@ -46,6 +49,35 @@ def test_every_exchange_has_its_own_number(phase: str) -> None:
     sums = used if phase == "score" else used[:-1]  # the last one is the choice of the token
     assert pushed == (sums if phase in PUSHED else [])
     assert ordinals(program.phases[phase], 1) == (used, pushed, reserved)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ("not awaited", "partial is sent as exchange 0, awaited as None"),
+    ("not sent", "partial is sent as exchange None, awaited as 0"),
+    ("another number", "partial is sent as exchange 5, awaited as 0"), ("no exchange", "p is sent, but no exchange takes it"),
+    ("one rank only", "peer_1 is sent as exchange None, awaited as 0")])  # fmt: skip
+def test_the_rule_of_what_is_sent(change: str, message: str) -> None:
+    """Products and the exchange behind them must agree, or a rank would wait for ever, or nobody for what was sent."""
+    graph = OpGraph("g", "prefill", 1, 16)
+    wide, row = TensorType((16, 64), "bf16"), TensorType((64, 64), "bf16")
+    for name in ("x", "p", "q", "r", "y"):
+        graph.add_value(Value(name, wide, Kind.ACTIVATION))
+    graph.add_value(Value("w", row, Kind.STATE))
+    for name in ("sequence", "step"):
+        graph.add_value(Value(name, TensorType((4,), "i32"), Kind.STATE))
+    control = {"sequence": Ref("sequence"), "step": Ref("step")}
+    for index, name in enumerate("pq"):
+        silent = change == "not sent" or (change == "one rank only" and index)
+        attrs: dict[str, Attr] = {"segments": 1, "f32": False}
+        if not silent:
+            attrs["ordinal"] = 5 if change == "another number" else 0
+        graph.add_op("linear", {"x": Ref("x"), "w": Ref("w")} | ({} if silent else control), {"y": Ref(name)}, attrs=attrs)
+    if change != "no exchange":
+        sums = {"partial": Ref("p"), "peer_1": Ref("q"), "residual": Ref("r")}
+        graph.add_op("exchange_residual", sums | control, {"y": Ref("y")},
+                     attrs={"ordinal": 0, "wire": "bf16", "pushed": False, "tiles": change != "not awaited"})  # fmt: skip
+    with pytest.raises(IRError, match=message):
+        check(graph, ["sent sums are awaited"])
 
 
 @pytest.mark.parametrize("options", [{"fused": False}, {"exchange": "bf16", "exchange_prefill": "f32"},

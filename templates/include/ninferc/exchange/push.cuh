@@ -26,7 +26,7 @@ struct Push {
 };
 
 // The sending side for the tiles of a product of many rows: a tile's values go to their places among the bytes of the payload,
-// then the tile's line gets the number. `tiles` is 0 where something else carries them (the transport: runtime/cuda/transport.py).
+// then the tile's line gets the number. `tiles` is 0 where something else carries them (runtime/cuda/transport.py, Exchange.tiles).
 struct TilePush {
   u64* outbox;
   const u32* sequence;
