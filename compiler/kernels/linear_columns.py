@@ -18,7 +18,7 @@ from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.ops.exchange_residual import PUSH_COLUMNS
 from compiler.profiles import tile_fields
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 64)
 BLOCK_COLUMNS = 32  # columns of a block: accumulators of more do not fit the registers
 # artifact name -> (name in kernels, bytes of 128 columns in the code plane, pitch of a row's high bits and bytes of the
 # scales of 16 rows in a stage); the figures repeat those of geometry.cuh, which checks the sum
@@ -35,6 +35,7 @@ FORMATS = {
 _REGISTERS = {"bf16": 56, "q4g64": 58, "q5g64": 66, "q6g64": 70, "w8g32": 60, "nvfp4": 58, "fp8_row": 54}
 GROUPED = frozenset({"q4g64", "q5g64", "q6g64", "w8g32"})
 CHUNK = 128
+X_TILES = 3  # chunks of activations that warpgroup products keep
 MAX_SLICES = 8
 EARLY_RELEASE = 24 << 20  # weights below this many bytes: a short kernel
 MIN_CHUNKS = 5  # chunks of a slice below which its share of the final sum costs too much
@@ -95,7 +96,8 @@ class Product:
 @dataclass(frozen=True)
 class Tile:
     """How it is computed: see geometry.cuh. ``blocks_per_sm``: resident blocks that the grid is sized for (0: one block
-    per tile). ``split``: a block computes one segment. ``release``: when dependents may start: early, late or end."""
+    per tile). ``split``: a block computes one segment. ``release``: when dependents may start: early, late or end.
+    ``warpgroup``: products of four warps at once (warpgroup.cuh)."""
 
     mtiles: int
     warps_r: int
@@ -105,6 +107,7 @@ class Tile:
     blocks_per_sm: int
     split: bool = False
     release: str = "late"
+    warpgroup: bool = False
 
 
 def slices_of(k_segment: int) -> int:
@@ -119,6 +122,16 @@ def block_segments(product: Product, tile: Tile) -> int:
     return 1 if tile.split else product.segments
 
 
+def pair_of(product: Product, tile: Tile) -> int:
+    """Warps that make one tile together: two where gate and up tile go to neighbouring warps."""
+    return 2 if product.epilogue == "swiglu" and tile.mtiles == 1 else 1
+
+
+def teams_of(product: Product, tile: Tile) -> int:
+    """Tiles that a block works on at once."""
+    return tile.warps_r // pair_of(product, tile)
+
+
 def units_of(product: Product, tile: Tile) -> int:
     """Accumulator tiles (16 rows x 8 columns) of one tile."""
     return tile.mtiles * ceil(product.block_columns / 8)
@@ -131,7 +144,7 @@ def sharers_of(product: Product, tile: Tile) -> int:
 
 def tiles_of(product: Product, tile: Tile) -> int:
     """Tiles of the product."""
-    return ceil(product.row_tiles / (tile.mtiles // 2 if product.epilogue == "swiglu" else tile.mtiles))
+    return ceil(product.row_tiles * (2 if product.epilogue == "swiglu" else 1) / (tile.mtiles * pair_of(product, tile)))
 
 
 def shared_bytes(product: Product, tile: Tile) -> int:
@@ -139,14 +152,17 @@ def shared_bytes(product: Product, tile: Tile) -> int:
     _, code_bytes, high_pitch, scale_bytes = FORMATS[product.format]
     stage = tile.mtiles * (16 * code_bytes + 16 * high_pitch + scale_bytes)
     segments = block_segments(product, tile)
-    sums = segments * product.slices * units_of(product, tile) * 512 if tile.warps_k > 1 else 0
+    members = tile.warps_k * pair_of(product, tile)
+    sums = members * units_of(product, tile) * 512 if members > 1 else 0
     if tile.resident:
         x = product.block_columns * (segments * product.chunks * 256 + 64)
+    elif tile.warpgroup:
+        x = X_TILES * tile.warps_k * product.block_columns * 256
     else:
         x = tile.stages * tile.warps_k * product.block_columns * 320
     norm = product.block_columns * 36 if product.norm else 0
     ring = ceil((x + norm) / 128) * 128 + tile.warps_r * tile.warps_k * tile.stages * stage
-    return ring + tile.warps_r * sums * (2 if tile.resident else 1)
+    return ring + teams_of(product, tile) * sums * (2 if tile.resident else 1)
 
 
 def registers_fit(product: Product, tile: Tile) -> bool:
@@ -155,13 +171,18 @@ def registers_fit(product: Product, tile: Tile) -> bool:
     The estimate follows compiled kernels (sm_80 … sm_120); about a tenth below what ptxas takes when it is free still does
     without spills. Multiprocessors have 65536 registers and give them to four warps at a time.
     """
-    name = product.kernel_format
-    sums = units_of(product, tile) * 4
+    name, few = product.kernel_format, product.bucket <= 8
+    sums, members = units_of(product, tile) * 4, tile.warps_k * pair_of(product, tile)
     needed = _REGISTERS[name] + (3.2 if name in GROUPED else 2.5) * sums + (0 if tile.resident else 14)
-    if tile.warps_k == 1:
+    if tile.warpgroup:
+        needed += 10
+    if members == 1:
         needed += sums * min(2, block_segments(product, tile))
+    elif block_segments(product, tile) * product.slices > tile.warps_k:  # totals of the units that a warp finishes
+        needed += ceil(sums * pair_of(product, tile) / members / 4) * 4 * min(2, block_segments(product, tile))
     threads = ceil(tile.warps_r * tile.warps_k / 4) * 128 * max(1, tile.blocks_per_sm)
-    return 0.9 * needed <= min(255, 65536 // threads // 8 * 8)
+    free = 0.9 if few else 0.75 if tile.warpgroup else 0.85
+    return free * needed <= min(255, 65536 // threads // 8 * 8)
 
 
 def problem(product: Product, caps: DeviceCaps) -> str | None:
@@ -188,8 +209,9 @@ def problem(product: Product, caps: DeviceCaps) -> str | None:
 def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
     """Whether the tile is legal for the product and its shared memory available ``blocks_per_sm`` times."""
     warps, all_slices = tile.warps_r * tile.warps_k, block_segments(product, tile) * product.slices
-    subtiles = tile.mtiles // 2 if product.epilogue == "swiglu" else tile.mtiles
-    if all_slices % tile.warps_k or warps > 32 or tile.warps_r + tile.warps_k > 15 or subtiles < 1:
+    if all_slices % tile.warps_k or warps > 32 or tile.warps_r % pair_of(product, tile):
+        return False
+    if teams_of(product, tile) + tile.warps_k > 15:  # named barriers
         return False
     if tile.stages < (2 if tile.resident else 3) or (product.norm and not tile.resident):
         return False
@@ -197,31 +219,42 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
         return False
     if tile.split and (product.segments == 1 or product.epilogue == "swiglu" or product.norm):
         return False
+    if tile.warpgroup and not _warpgroup_fits(product, tile, caps):
+        return False
     smem = shared_bytes(product, tile)
     return smem <= caps.smem_block and max(1, tile.blocks_per_sm) * (smem + 1024) <= caps.smem_sm
 
 
+def _warpgroup_fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
+    """What warpgroup products ask of a tile: whole groups of four warps with one matrix tile each, whole chunks, and scales
+    that do not belong on sums of groups."""
+    if not caps.wgmma or product.kernel_format in GROUPED or product.k // product.segments % CHUNK:
+        return False
+    return product.block_columns >= 16 and tile.mtiles == 1 and tile.warps_r % 4 == 0 and not tile.resident
+
+
 def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
     """All legal tiles of a wide net."""
-    unit = 2 if product.epilogue == "swiglu" else 1
+    sizes = (1, 2, 4) if product.epilogue == "swiglu" else (1, 2)
     release = "early" if weight_bytes(product) < EARLY_RELEASE else "late"
     few = product.bucket <= 8
     for split in (False, True) if product.segments > 1 else (False,):
         all_slices = product.slices * (1 if split else product.segments)
         spread = [k for k in range(all_slices, 0, -1) if all_slices % k == 0]
-        for warps_r, warps_k, stages, blocks in itertools.product(range(1, 13), spread, (2, 3, 4, 6), (0, 1, 2, 3)):
+        for warps_r, warps_k, stages, blocks in itertools.product(range(1, 21), spread, (2, 3, 4, 6), (0, 1, 2, 3)):
             if warps_r * warps_k > 24 or (few and warps_r > 6 and warps_k > 1):
                 continue
-            for mtiles in (unit, 2 * unit):
+            for mtiles in sizes:
                 for resident in (True, False) if product.bucket <= 16 else (False,):
-                    tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, split, release)
-                    if registers_fit(product, tile) and fits(product, tile, caps):
-                        yield tile
+                    for warpgroup in (False, True) if caps.wgmma and not few else (False,):
+                        tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, split, release, warpgroup)
+                        if registers_fit(product, tile) and fits(product, tile, caps):
+                            yield tile
 
 
 def _slowdown(product: Product, tile: Tile, caps: DeviceCaps) -> float:
     """Rough estimate of a tile's time over that of streaming the weights, with terms weighted for an H200."""
-    blocks = ceil(tiles_of(product, tile) / tile.warps_r) * sharers_of(product, tile)
+    blocks = ceil(tiles_of(product, tile) / teams_of(product, tile)) * sharers_of(product, tile)
     own_warps = tile.warps_r * tile.warps_k
     # Blocks that one multiprocessor holds: by shared memory, and by registers at about 80 per thread (wide: 128 and more).
     room = min(caps.smem_sm // (shared_bytes(product, tile) + 1024), (24 if product.bucket <= 8 else 16) // own_warps or 1)
@@ -237,9 +270,10 @@ def _slowdown(product: Product, tile: Tile, caps: DeviceCaps) -> float:
     walks = tile.blocks_per_sm > 0 or waves <= 1  # else a block ends, and the next begins with an empty ring
     x_reads = min(blocks, together * caps.sms) if tile.resident and walks else blocks
     x_bytes = x_reads * 2 * product.block_columns * product.k * block_segments(product, tile) // product.segments
-    cost = 1 + 0.5 * (share - 1) + max(0.0, 0.4 * (wanted / flight - 1))
-    cost += 0.5 * x_bytes / weight_bytes(product) + (0 if tile.resident else 0.15) + (0.03 if tile.split else 0)
-    cost += max(0.0, 0.02 * (14 - warps)) + (0 if walks else 0.05) + (0.05 if tile.mtiles == 1 else 0)
+    few = product.bucket <= 8
+    cost = 1 + (0.5 if few else 0.9) * (share - 1) + max(0.0, (0.4 if few else 0.1) * (wanted / flight - 1))
+    cost += 0.5 * x_bytes / weight_bytes(product) + (0 if tile.resident or tile.warpgroup else 0.15 if few else 0.4) + (0.03 if tile.split else 0)
+    cost += max(0.0, (0.02 if few else 0.06) * (16 - warps)) + (0 if walks else 0.05) + (0.05 if tile.mtiles == 1 else 0)
     cost += 0.1 if tile.warps_k < min(4, product.slices) and product.bucket <= 8 else 0
     return cost + 0.005 * (tile.mtiles + tile.warps_r) + (0.0003 * flight / 1024 if flight > 2 * wanted else 0)
 
@@ -281,7 +315,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
     if not fits(product, tile, caps):
         raise IRError(f"product [{product.n}, {product.k}]: tile {tile} does not fit {caps.arch}")
     norm, sharers = product.norm, sharers_of(product, tile)
-    blocks = ceil(tiles_of(product, tile) / tile.warps_r)
+    blocks = ceil(tiles_of(product, tile) / teams_of(product, tile))
     if tile.blocks_per_sm:
         blocks = min(blocks, max(1, caps.sms * tile.blocks_per_sm // sharers))
     blocks *= sharers
@@ -313,7 +347,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         params={"format": product.kernel_format, "n": product.n, "k": product.k, "bucket": product.block_columns,
                 "column_blocks": product.bucket // product.block_columns, "segments": product.segments,
                 "slices": product.slices, "mtiles": tile.mtiles, "warps_r": tile.warps_r, "warps_k": tile.warps_k,
-                "stages": tile.stages, "resident": tile.resident, "split": tile.split, "norm": norm, "keep": product.keep,
+                "stages": tile.stages, "resident": tile.resident, "split": tile.split, "warpgroup": tile.warpgroup, "norm": norm, "keep": product.keep,
                 "epilogue": product.epilogue, "release": tile.release, "threads": threads,
                 "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
         grid=(blocks, 1, 1),

@@ -177,6 +177,37 @@ def test_bits_do_not_depend_on_who_computes_a_segment(kernel_backend: Any, tile:
     assert np.array_equal(y, plain)
 
 
+@pytest.mark.parametrize("product", [
+    Product("NVFP4", 256, 1280, 11), Product("NVFP4", 256, 1280, 20, 1, "swiglu"), Product("BF16", 80, 1280, 30, 1, "swiglu"),
+    Product("FP8_E4M3FN_ROW_BF16S", 144, 2560, 24, 2, "residual"), Product("NVFP4", 128, 2560, 33, 2, "residual"),
+    Product("BF16", 40, 640, 9, 1, "store_f32"), Product("FP8_E4M3FN_ROW_BF16S", 96, 1280, 17, 1, "swiglu"),
+], ids=lambda p: f"{p.kernel_format}-{p.n}x{p.k}-c{p.columns}-s{p.segments}-{p.epilogue}")  # fmt: skip
+def test_many_columns(kernel_backend: Any, product: Product) -> None:
+    """Streamed activations, in one or several rounds of slices, gate and up tile in one warp or in two, and warpgroup
+    products where the target has them: the same bits as the plainest tile."""
+    rng = np.random.default_rng(11)
+    weights = random_weights(rng, product.format, product.n, product.k)
+    x, residual = activations(rng, product.columns, product.k), None
+    if product.epilogue == "residual":
+        residual = activations(rng, product.columns, product.n)
+    both = 2 if product.epilogue == "swiglu" else 1
+    tiles = [Tile(both, 1, 1, 3, False, 0), Tile(both, 3, 2, 3, False, 1), Tile(1, 6, 1, 3, False, 0), Tile(1, 2, 2, 4, False, 1),
+             Tile(1, 4, 1, 3, False, 0, warpgroup=True), Tile(1, 8, 1, 4, False, 1, warpgroup=True),
+             Tile(1, 4, 2, 3, False, 1, warpgroup=True), Tile(1, 4, 4, 3, False, 0, split=True, warpgroup=True)]  # fmt: skip
+    outputs = {}
+    for i, tile in enumerate(tiles):
+        target = kernel_backend.caps(sms=1 + i % 3)
+        if fits(product, tile, target):
+            spec = spec_of(product, tile, target)
+            outputs[tile] = launch_spec(kernel_backend, spec, product, weights, x, residual, pad=8)
+    first = outputs.pop(tiles[0])
+    kind = "f32" if product.epilogue == "store_f32" else "bf16"
+    assert_close_to_fp64(first, reference(product, weights, x, residual), kind, **({"factor": F32_FACTOR} if kind == "f32" else {}))
+    assert len(outputs) >= 2 and any(tile.warpgroup for tile in outputs) == kernel_backend.caps().wgmma
+    for tile, other in outputs.items():
+        assert np.array_equal(first, other), tile
+
+
 ODD = [
     Product("BF16", 40, 200, 2),
     Product("BF16", 96, 48, 1, 2, "residual"),

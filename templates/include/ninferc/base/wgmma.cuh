@@ -1,4 +1,4 @@
-// Warpgroup matrix products (wgmma, sm_90a): 64 rows by 64, 128, 176 or 256 columns by 16 deep, bf16 in, f32 accumulate.
+// Warpgroup matrix products (wgmma, sm_90a): 64 rows by 16, 24, 32, 64, 128, 176 or 256 columns by 16 deep, bf16 in, f32 accumulate.
 //
 // A warpgroup is four consecutive warps of which the first has an index divisible by four; all 128 threads execute each
 // call together.  A comes from registers (warp w of the group holds rows 16 w .. 16 w + 15, in the fragment layout of
@@ -137,6 +137,12 @@ class WgmmaPipe {
 #define NINFERC_T8_(a, b, c, d, e, f, g, h) "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
 #define NINFERC_O8_(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define NINFERC_T8A_ NINFERC_T8_(0, 1, 2, 3, 4, 5, 6, 7)
+#define NINFERC_T12_ NINFERC_T8A_ ", %8, %9, %10, %11"
+#define NINFERC_T16_ NINFERC_T8A_ ", " NINFERC_T8_(8, 9, 10, 11, 12, 13, 14, 15)
+#define NINFERC_O8A_ NINFERC_O8_(0)
+#define NINFERC_O12_ NINFERC_O8_(0), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+#define NINFERC_O16_ NINFERC_O8_(0), NINFERC_O8_(8)
 #define NINFERC_T32_                                                                            \
   NINFERC_T8_(0, 1, 2, 3, 4, 5, 6, 7) ", " NINFERC_T8_(8, 9, 10, 11, 12, 13, 14, 15) ", "       \
   NINFERC_T8_(16, 17, 18, 19, 20, 21, 22, 23) ", " NINFERC_T8_(24, 25, 26, 27, 28, 29, 30, 31)
@@ -179,7 +185,11 @@ class WgmmaPipe {
   // d += A * B with A from registers; `descriptor_b` (the same in all threads) is the first of n rows of B.
   template <u32 n>
   NINFERC_DEVICE void multiply(f32 (&d)[n / 2], const u32 (&a)[4], u64 descriptor_b) {
-    static_assert(n == 64 || n == 128 || n == 176 || n == 256, "products have 64, 128, 176 or 256 columns");
+    static_assert(n == 16 || n == 24 || n == 32 || n == 64 || n == 128 || n == 176 || n == 256,
+                  "products have 16, 24, 32, 64, 128, 176 or 256 columns");
+    NINFERC_WGMMA_REGISTERS_(16, 8A, 8, 9, 10, 11, 12, 0);
+    NINFERC_WGMMA_REGISTERS_(24, 12, 12, 13, 14, 15, 16, 0);
+    NINFERC_WGMMA_REGISTERS_(32, 16, 16, 17, 18, 19, 20, 0);
     NINFERC_WGMMA_REGISTERS_(64, 32, 32, 33, 34, 35, 36, 0);
     NINFERC_WGMMA_REGISTERS_(128, 64, 64, 65, 66, 67, 68, 0);
     NINFERC_WGMMA_REGISTERS_(176, 88, 88, 89, 90, 91, 92, 0);
@@ -211,6 +221,12 @@ class WgmmaPipe {
 };
 #undef NINFERC_T8_
 #undef NINFERC_O8_
+#undef NINFERC_T8A_
+#undef NINFERC_T12_
+#undef NINFERC_T16_
+#undef NINFERC_O8A_
+#undef NINFERC_O12_
+#undef NINFERC_O16_
 #undef NINFERC_T32_
 #undef NINFERC_T64_
 #undef NINFERC_T88_

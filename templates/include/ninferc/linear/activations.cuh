@@ -21,8 +21,6 @@ struct Activations {
   NINFERC_DEVICE const bf16* at(u32 column, u32 k) const {
     return x + u64(first_column + (column < columns ? column : columns - 1)) * stride + k;
   }
-  // Columns of the tiles of eight that anybody multiplies.
-  NINFERC_DEVICE u32 used() const { return round_up(columns, 8u); }
 };
 
 // ---- resident ----------------------------------------------------------------------------------------------------
@@ -127,7 +125,7 @@ struct ActivationCopier {
 #pragma unroll
     for (u32 base = 0; base < total; base += workers) {
       const u32 index = base + rank, k = G::chunk_begin(number) + index % 16 * 8;
-      if ((total % workers != 0 && index >= total) || (G::ntiles > 1 && index / 16 >= in.used())) break;
+      if (total % workers != 0 && index >= total) break;
       if constexpr (G::whole_x) cp_async_16(stage + offset(index), in.at(index / 16, k));
       else cp_async_16_zfill(stage + offset(index), in.at(index / 16, k < G::chunk_end(number) ? k : 0), k < G::chunk_end(number));
     }
@@ -138,7 +136,7 @@ struct ActivationCopier {
 #pragma unroll
     for (u32 base = 0; base < total; base += workers) {
       const u32 index = base + rank;
-      if ((total % workers != 0 && index >= total) || (G::ntiles > 1 && index / 16 >= in.used())) break;
+      if (total % workers != 0 && index >= total) break;
       st_shared(stage + offset(index), order_columns<G::format>(ld_shared<u32x4>(stage + offset(index))));
     }
   }

@@ -39,6 +39,72 @@ struct ChunkWalk {
   }
 };
 
+// The block's share of the work.  Tiles are dealt to blocks first, so that every block has work before any has twice.  Warps
+// that share a ring of activations walk in step, past the last tile if need be: then without copies and without storing.
+template <class G>
+struct Dealing {
+  static constexpr u32 sharers = G::column_blocks * (G::split ? G::segments : 1);  // neighbouring blocks of one tile
+  u32 tile_step, first_tile, end_tile, segment, first_chunk;
+
+  NINFERC_DEVICE explicit Dealing(u32 team) {
+    const u32 blocks = gridDim.x / sharers;
+    tile_step = blocks * G::teams;
+    first_tile = team * blocks + blockIdx.x / sharers;
+    end_tile = G::resident ? G::tiles : ceil_div(G::tiles, tile_step) * tile_step;
+    segment = G::split ? blockIdx.x / G::column_blocks % G::segments : 0;
+    first_chunk = segment * G::chunks;
+  }
+  // Narrows the arguments to the block's columns.
+  NINFERC_DEVICE Activations columns(LinearArguments& args) const {
+    if constexpr (G::column_blocks > 1) {
+      args.first_column = blockIdx.x % G::column_blocks * G::bucket;
+      args.columns = args.columns - args.first_column < G::bucket ? args.columns - args.first_column : G::bucket;
+    }
+    return {args.x, args.x_stride, args.columns, args.first_column};
+  }
+};
+
+// Where a team puts its slices together.
+template <class G>
+struct Team {
+  u32 sums, number, member;  // shared memory of all teams, this team, this warp in it
+  u32 buffer = 0, finisher = 0;
+
+  // The first unit that this warp finishes.
+  NINFERC_DEVICE u32 turn() const { return member >= finisher ? member - finisher : member + G::team_warps - finisher; }
+
+  // This warp's slice is done.  `exists`: the tile is one.
+  template <class Total>
+  NINFERC_DEVICE void add(Total& total, const LinearEpilogue<G>& epilogue, const ChunkProduct<G>& product, u32 slice,
+                          u32 first_slice, bool exists) {
+    if constexpr (G::reduce) {
+      // With two buffers one barrier per round is enough: these sums are overwritten in the round after the next, and the
+      // warps that read them here reach the barrier of the next round only afterwards.
+      const u32 at = sums + (number * G::sums_buffers + buffer) * G::sums_bytes;
+      SharedTotal<G>::put(at, member, product);
+      named_barrier_sync(1 + number, 32 * G::team_warps);
+      if (G::resident || exists) {
+        if constexpr (G::slices_per_warp > 1) total.add(epilogue, at, first_slice, turn());
+        else SharedTotal<G>::finish(epilogue, at, turn());
+      }
+      if constexpr (G::sums_buffers == 2) buffer ^= 1;
+      else named_barrier_sync(1 + number, 32 * G::team_warps);
+    } else if (G::resident || exists) {
+      total.add(epilogue, product, slice);
+    }
+  }
+  // All slices of the tile are.
+  template <class Total>
+  NINFERC_DEVICE void finish(Total& total, const LinearEpilogue<G>& epilogue, bool exists) {
+    if constexpr (!G::reduce) {
+      if (G::resident || exists) total.store(epilogue);
+    } else if constexpr (G::slices_per_warp > 1) {
+      if (G::resident || exists) total.store(epilogue, turn());
+    }
+    finisher = finisher + 1 == G::team_warps ? 0 : finisher + 1;
+  }
+};
+
 template <class Config>
 NINFERC_DEVICE void linear_columns(LinearArguments args) {
   using G = LinearGeometry<Config>;
@@ -46,24 +112,15 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   NINFERC_DYNAMIC_SMEM(smem);
   const u32 base = shared_address(smem);
   const u32 warp = warp_id_uniform(), warp_r = warp / G::warps_k, warp_k = warp % G::warps_k;
+  const u32 team = warp_r / G::pair, side = warp_r % G::pair, member = warp_k * G::pair + side;
   const u32 ring = base + G::ring_base + warp * G::ring_bytes;
   const auto x_stage = [&](u32 stage) { return base + G::x_base + (stage * G::warps_k + warp_k) * G::x_bytes; };
 
-  // Tiles are dealt to blocks first, so that every block has work before any has twice.  Warps that share a ring of
-  // activations walk in step, past the last tile if need be: then without copies and without storing.
-  constexpr u32 sharers = G::column_blocks * (G::split ? G::segments : 1);  // neighbouring blocks of one tile
-  const u32 blocks = gridDim.x / sharers, tile_step = blocks * G::warps_r;
-  const u32 first_tile = warp_r * blocks + blockIdx.x / sharers;
-  const u32 segment = G::split ? blockIdx.x / G::column_blocks % G::segments : 0, first_chunk = segment * G::chunks;
-  const u32 end_tile = G::resident ? G::tiles : ceil_div(G::tiles, tile_step) * tile_step;
-
-  if constexpr (G::column_blocks > 1) {
-    args.first_column = blockIdx.x % G::column_blocks * G::bucket;
-    args.columns = args.columns - args.first_column < G::bucket ? args.columns - args.first_column : G::bucket;
-  }
-  const Activations in{args.x, args.x_stride, args.columns, args.first_column};
+  const Dealing<G> dealt(team);
+  const u32 first_tile = dealt.first_tile, tile_step = dealt.tile_step, first_chunk = dealt.first_chunk;
+  const Activations in = dealt.columns(args);
   const ActivationCopier<G> x_copier{in, warp_r * 32 + lane_id()};
-  WeightCopier<G> w_copier(args.codes, args.high, args.scales);
+  WeightCopier<G> w_copier(args.codes, args.high, args.scales, side);
   ChunkWalk<G> next(first_chunk, warp_k, first_tile, tile_step);
   if (next.tile < G::tiles) w_copier.seek(next.tile, next.number);
   const auto copy_weights = [&](u32 stage_at) {
@@ -104,20 +161,19 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   if constexpr (G::epilogue == Epilogue::push_f32) args.push.open();
 
   const u32 x_lane = lane_id() / 4 % G::bucket * G::x_pitch + lane_id() % 4 * 16;  // column and piece of this lane
-  u32 buffer = 0, finisher = 0;
+  Team<G> sums{base + G::sums_base, team, member};
   // Stage being multiplied and stage being filled, which is the one before: weights, activations.
   u32 stage_at = ring, fill_at = ring + (stages - 1) * G::stage_bytes;
   constexpr u32 x_step = G::warps_k * G::x_bytes;
   const u32 x_end = x_stage(stages);
   u32 x_at = x_stage(0), x_fill_at = x_stage(stages - 1);
 #pragma unroll 1
-  for (u32 tile = first_tile; tile < end_tile; tile += tile_step) {
+  for (u32 tile = first_tile; tile < dealt.end_tile; tile += tile_step) {
     if constexpr (G::release == Release::late) {
-      if (tile + tile_step >= end_tile) grid_launch_dependents();
+      if (tile + tile_step >= dealt.end_tile) grid_launch_dependents();
     }
-    const u32 sums = base + G::sums_base + (warp_r * G::sums_buffers + buffer) * G::sums_bytes;
-    const LinearEpilogue<G> epilogue{args, tile, segment};
-    RegisterTotal<G> total;
+    const LinearEpilogue<G> epilogue{args, tile, dealt.segment};
+    typename TotalOf<G>::Type total;
 #pragma unroll 1
     for (u32 slice = warp_k; slice < G::all_slices; slice += G::warps_k) {
       ChunkProduct<G> product;
@@ -138,7 +194,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
             cp_async_commit();
             w_copier.step();
             fill_at = stage_at;
-            product.add(stage_at, x_chunk, args.columns);
+            product.add(stage_at, x_chunk);
             x_chunk += G::slices * 256;
             stage_at = stage_at + G::stage_bytes == ring + G::ring_bytes ? ring : stage_at + G::stage_bytes;
           }
@@ -151,7 +207,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
           // All have landed this stage's weights (activations: when these were put in order) and have done with the stage
           // before, which is refilled.
           if constexpr (G::warps_r == 1) sync_warp();
-          else named_barrier_sync(1 + G::warps_r + warp_k, 32 * G::warps_r);
+          else named_barrier_sync(1 + G::teams + warp_k, 32 * G::warps_r);
           copy_weights(fill_at);
           fill_at = stage_at;
           const u32 x_after = x_at + x_step == x_end ? x_stage(0) : x_at + x_step;
@@ -159,27 +215,16 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
           cp_async_commit();
           cp_async_wait<stages - 2>();
           x_copier.order(x_after);
-          product.add(stage_at, x_at + x_lane, args.columns);
+          product.add(stage_at, x_at + x_lane);
           x_fill_at = x_at;
           x_at = x_after;
           advance();
           stage_at = stage_at + G::stage_bytes == ring + G::ring_bytes ? ring : stage_at + G::stage_bytes;
         }
       }
-      if constexpr (G::reduce) SharedTotal<G>::put(sums, slice, product);
-      else total.add(epilogue, product, slice);
+      sums.add(total, epilogue, product, slice, slice - warp_k, tile < G::tiles);
     }
-    if constexpr (G::reduce) {
-      // With two buffers one barrier per tile is enough: these sums are overwritten by the tile after the next, and the
-      // warps that read them here reach the barrier of the next tile only afterwards.
-      named_barrier_sync(1 + warp_r, 32 * G::warps_k);
-      if (G::resident || tile < G::tiles) SharedTotal<G>::finish(epilogue, sums, warp_k, finisher);
-      if constexpr (G::sums_buffers == 2) buffer ^= 1;
-      else named_barrier_sync(1 + warp_r, 32 * G::warps_k);
-      finisher = finisher + 1 == G::warps_k ? 0 : finisher + 1;
-    } else {
-      if (G::resident || tile < G::tiles) total.store(epilogue);
-    }
+    sums.finish(total, epilogue, tile < G::tiles);
   }
   cp_async_wait<0>();
 }

@@ -111,27 +111,27 @@ struct LinearEpilogue {
   }
 };
 
-// Slice sums in shared memory, [slice][unit][lane] of four values; every warp of the tile finishes some units.
+// Sums of the slices that the warps of a tile have just computed, in shared memory, [warp of the team][unit][lane] of four
+// values; every warp finishes some units.  The warps of a pair stand side by side: gate, then up.
 template <class G>
 struct SharedTotal {
   static constexpr u32 group_tiles = G::swiglu ? 2 : 1;
 
-  static NINFERC_DEVICE void put(u32 sums, u32 slice, const ChunkProduct<G>& product) {
+  static NINFERC_DEVICE void put(u32 sums, u32 member, const ChunkProduct<G>& product) {
 #pragma unroll
     for (u32 m = 0; m < G::mtiles; ++m) {
 #pragma unroll
       for (u32 t = 0; t < G::ntiles; ++t) {
         const f32(&v)[4] = product.sum[m][t];
-        st_shared(sums + (slice * G::units + m * G::ntiles + t) * 512 + lane_id() * 16, f32x4{v[0], v[1], v[2], v[3]});
+        st_shared(sums + (member * G::units + m * G::ntiles + t) * 512 + lane_id() * 16, f32x4{v[0], v[1], v[2], v[3]});
       }
     }
   }
-  // `first_warp` takes unit 0, the others follow.
-  static NINFERC_DEVICE void finish(const LinearEpilogue<G>& epilogue, u32 sums, u32 warp_k, u32 first_warp) {
+  // `turn`: the warp's first task.
+  static NINFERC_DEVICE void finish(const LinearEpilogue<G>& epilogue, u32 sums, u32 turn) {
     constexpr u32 tasks = G::subtiles * G::ntiles;
-    const u32 turn = warp_k >= first_warp ? warp_k - first_warp : warp_k + G::warps_k - first_warp;
 #pragma unroll 1
-    for (u32 task = turn; task < tasks; task += G::warps_k) {
+    for (u32 task = turn; task < tasks; task += G::team_warps) {
       const u32 group = task / G::ntiles, t = task % G::ntiles;
       f32 v[group_tiles][4];
 #pragma unroll
@@ -150,7 +150,7 @@ struct SharedTotal {
       f32 v[4] = {0, 0, 0, 0};
 #pragma unroll
       for (u32 s = 0; s < G::slices; ++s) {
-        const f32x4 part = ld_shared<f32x4>(at + (segment * G::slices + s) * (G::units * 512));
+        const f32x4 part = ld_shared<f32x4>(at + (segment * G::slices + s) * (G::pair * G::units * 512));
         v[0] = s == 0 ? part.x : v[0] + part.x;
         v[1] = s == 0 ? part.y : v[1] + part.y;
         v[2] = s == 0 ? part.z : v[2] + part.z;
@@ -159,6 +159,60 @@ struct SharedTotal {
       epilogue.finish_segment(v, m);
 #pragma unroll
       for (u32 e = 0; e < 4; ++e) total[e] = segment == 0 ? v[e] : total[e] + v[e];
+    }
+  }
+};
+
+// The same where every warp computes several slices: after each round of slices their sums are added to the units' totals,
+// in registers of the warp that finishes the unit.
+template <class G>
+struct RoundTotal {
+  static constexpr u32 group_tiles = G::swiglu ? 2 : 1, tasks = G::subtiles * G::ntiles;
+  static constexpr u32 own = ceil_div(tasks, G::team_warps);
+  static constexpr bool one_segment = G::block_segments == 1;
+  f32 sum[own][group_tiles][4];  // of the segment
+  f32 total[one_segment ? 1 : own][group_tiles][4];  // of the segments before
+
+  // Slices `first` .. first + warps_k - 1 stand in shared memory.
+  NINFERC_DEVICE void add(const LinearEpilogue<G>& epilogue, u32 sums, u32 first, u32 turn) {
+#pragma unroll
+    for (u32 o = 0; o < own; ++o) {
+      const u32 task = turn + o * G::team_warps, group = task / G::ntiles, t = task % G::ntiles;
+      if (task >= tasks) break;
+#pragma unroll
+      for (u32 i = 0; i < group_tiles; ++i) {
+        const u32 m = group * group_tiles + i, at = sums + (m * G::ntiles + t) * 512 + lane_id() * 16;
+#pragma unroll
+        for (u32 w = 0; w < G::warps_k; ++w) {
+          const u32 slice = first + w, s = slice % G::slices;
+          const f32x4 part = ld_shared<f32x4>(at + w * (G::pair * G::units * 512));
+          f32(&v)[4] = sum[o][i];
+          v[0] = s == 0 ? part.x : v[0] + part.x;
+          v[1] = s == 0 ? part.y : v[1] + part.y;
+          v[2] = s == 0 ? part.z : v[2] + part.z;
+          v[3] = s == 0 ? part.w : v[3] + part.w;
+          if constexpr (!one_segment) {
+            if (s != G::slices - 1) continue;
+            epilogue.finish_segment(v, m);
+#pragma unroll
+            for (u32 e = 0; e < 4; ++e) total[o][i][e] = slice < G::slices ? v[e] : total[o][i][e] + v[e];
+          }
+        }
+      }
+    }
+  }
+  NINFERC_DEVICE void store(const LinearEpilogue<G>& epilogue, u32 turn) {
+#pragma unroll
+    for (u32 o = 0; o < own; ++o) {
+      const u32 task = turn + o * G::team_warps, group = task / G::ntiles, t = task % G::ntiles;
+      if (task >= tasks) break;
+      if constexpr (one_segment) {
+#pragma unroll
+        for (u32 i = 0; i < group_tiles; ++i) epilogue.finish_segment(sum[o][i], group * group_tiles + i);
+        epilogue.deliver(sum[o][0], sum[o][group_tiles - 1], group, t);
+      } else {
+        epilogue.deliver(total[o][0], total[o][group_tiles - 1], group, t);
+      }
     }
   }
 };
@@ -204,6 +258,15 @@ struct RegisterTotal {
       }
     }
   }
+};
+
+template <class G, bool reduce = G::reduce>
+struct TotalOf {
+  using Type = RoundTotal<G>;
+};
+template <class G>
+struct TotalOf<G, false> {
+  using Type = RegisterTotal<G>;
 };
 
 }  // namespace ninferc

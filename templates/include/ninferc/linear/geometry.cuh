@@ -5,8 +5,9 @@
 // its slices in order, the result the sum of the segments in order.  Nothing of this depends on the number of columns, on
 // the tile or on the grid, and a half-K product with one segment has the bits of one segment of a product with two.
 //
-// Work.  A tile is `mtiles` matrix tiles of 16 weight rows (swiglu: gate and up rows alternate).  A block of
-// warps_r x warps_k warps works on warps_r tiles at once, with the slices of each spread over warps_k warps; it walks over
+// Work.  A tile is `mtiles` matrix tiles of 16 weight rows (swiglu: gate and up rows alternate; with one matrix
+// tile per warp, two neighbouring warps take a gate and its up tile).  A block of warps_r x warps_k warps works on warps_r
+// tiles, or on half as many pairs, at once, with the slices of each spread over warps_k warps; it walks over
 // tiles with the stride of the grid.  Each warp streams its weights through a ring of `stages` chunks in shared memory.  A
 // block has at most 32 columns: for more, `column_blocks` neighbouring blocks take the same tile, and all but one find its
 // weights in the L2 cache.  With `split` a block computes one segment only; the segments of a tile meet in global memory,
@@ -22,8 +23,8 @@ enum class Epilogue : u32 { store, store_f32, push_f32, swiglu, residual };
 // When dependent kernels may start: at once (short kernels), with the block's last tile, or at the end of the kernel.
 enum class Release : u32 { early, late, end };
 
-// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, split,
-// norm, keep (the normalised activations are stored as well), release.
+// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, split, warpgroup
+// (warpgroup.cuh instead of columns.cuh), norm, keep (the normalised activations are stored as well), release.
 template <class Config>
 struct LinearGeometry : Config {
   using Traits = FormatTraits<Config::format>;
@@ -33,11 +34,13 @@ struct LinearGeometry : Config {
   static constexpr bool swiglu = Config::epilogue == Epilogue::swiglu;
 
   static constexpr u32 outputs = swiglu ? n / 2 : n;
-  static constexpr u32 subtiles = swiglu ? mtiles / 2 : mtiles;  // 16 outputs each
+  static constexpr u32 pair = swiglu && mtiles == 1 ? 2 : 1;  // warps that make a tile together
+  static constexpr u32 subtiles = swiglu && pair == 1 ? mtiles / 2 : mtiles;  // 16 outputs each
   static constexpr u32 tiles = ceil_div(outputs, 16 * subtiles);
   static constexpr bool whole_rows = outputs % (16 * subtiles) == 0;
   static constexpr u32 ntiles = ceil_div(Config::bucket, 8u);
   static constexpr u32 threads = 32 * warps_r * warps_k;
+  static constexpr u32 teams = warps_r / pair, team_warps = warps_k * pair;  // a team works on one tile
 
   static constexpr u32 k_segment = k / segments;
   static constexpr u32 chunks = ceil_div(k_segment, 128u);  // of one segment
@@ -62,31 +65,34 @@ struct LinearGeometry : Config {
   static constexpr u32 stage_bytes = scale_offset + mtiles * scale_bytes;
 
   // Activations, 256 bytes per column and chunk.  Columns lie 64 bytes past a multiple of 128 apart: no bank conflicts.
+  static constexpr u32 x_tiles = 3;  // warpgroup products: being multiplied, perhaps still multiplied, being stored
   static constexpr u32 x_pitch = (Config::resident ? block_segments * chunks * 256 : 256) + 64;
-  static constexpr u32 x_bytes = Config::bucket * x_pitch;  // resident: once per block; else per stage and warp of K
+  static constexpr u32 x_bytes = Config::bucket * (Config::warpgroup ? 256 : x_pitch);  // resident: once per block; else per stage and warp of K
 
-  // Slice sums of one tile: a matrix tile is 512 bytes.
-  static constexpr bool reduce = warps_k > 1;
+  // Sums of the slices that the warps of a tile compute at once: a matrix tile is 512 bytes.
+  static constexpr bool reduce = team_warps > 1;
   static constexpr u32 units = mtiles * ntiles;
-  static constexpr u32 sums_bytes = reduce ? all_slices * units * 512 : 0;
+  static constexpr u32 sums_bytes = reduce ? team_warps * units * 512 : 0;
   static constexpr u32 sums_buffers = Config::resident ? 2 : 1;
 
   static constexpr u32 x_base = 0;
   static constexpr u32 norm_bytes = Config::norm ? Config::bucket * 9 * 4 : 0;
-  static constexpr u32 norm_base = x_base + (Config::resident ? x_bytes : Config::stages * warps_k * x_bytes);
+  static constexpr u32 norm_base = x_base + (Config::resident ? x_bytes : (Config::warpgroup ? x_tiles : Config::stages) * warps_k * x_bytes);
   static constexpr u32 ring_base = round_up(norm_base + norm_bytes, 128u);
   static constexpr u32 ring_bytes = Config::stages * stage_bytes;
   static constexpr u32 sums_base = ring_base + warps_r * warps_k * ring_bytes;
-  static constexpr u32 smem_bytes = sums_base + warps_r * sums_buffers * sums_bytes;
+  static constexpr u32 smem_bytes = sums_base + teams * sums_buffers * sums_bytes;
 
   static_assert(all_slices % warps_k == 0, "every warp takes the same number of slices");
   static_assert(k % (8 * segments) == 0, "activations are read eight at a time");
   static_assert(segments == 1 || whole_x || !Traits::grouped_int, "segments of grouped integers are whole chunks");
-  static_assert(slices <= chunks && (!swiglu || (mtiles % 2 == 0 && n % 2 == 0)), "no empty slice, gate with up");
+  static_assert(slices <= chunks && (!swiglu || (mtiles * pair % 2 == 0 && n % 2 == 0 && warps_r % pair == 0)), "no empty slice, gate with up");
   static_assert(format != Format::nvfp4 || (outputs % 128 == 0 && 8 % subtiles == 0), "nvfp4 scales come in 128 rows");
   static_assert(Config::resident || Config::stages >= 3, "ordering activations takes one stage of the ring");
   static_assert(!Config::split || (segments > 1 && !swiglu && !Config::norm), "only rows of parallel parts are split");
   static_assert(!Config::norm || Config::resident, "the norm needs the whole activations");
+  static_assert(!Config::warpgroup || (!Config::resident && whole_x && mtiles == 1 && warps_r % 4 == 0 && !Traits::grouped_int),
+                "warpgroup products take one matrix tile per warp, whole chunks, scales on weights or on rows");
   static_assert(!Config::keep || (Config::norm && Config::column_blocks == 1), "normalised rows are stored whole");
 
   // Weight row of row r (0..15) of 16-output subtile `subtile`.  nvfp4 takes four rows of each quarter of a block of 128,

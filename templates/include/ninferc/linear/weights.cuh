@@ -23,15 +23,15 @@ struct WeightCopier {
   const u8* codes;
   const u8* high;
   const u8* scales;
-  u32 lane;
+  u32 lane, side;  // side: 1 where the warp takes the up tile of a pair
   // The chunk to copy next: this lane's first copy of each kind, the tile's first subtile, the chunk's columns.
   const u8* codes_at;
   const u8* high_at;
   const u8* scales_at;
   u32 first_subtile, begin, end;
 
-  NINFERC_DEVICE WeightCopier(const u8* codes_, const u8* high_, const u8* scales_)
-      : codes(codes_), high(high_), scales(scales_), lane(lane_id()) {}
+  NINFERC_DEVICE WeightCopier(const u8* codes_, const u8* high_, const u8* scales_, u32 side_)
+      : codes(codes_), high(high_), scales(scales_), lane(lane_id()), side(side_) {}
 
   static NINFERC_DEVICE u32 clamped(u32 output) {  // rows past the end repeat the last one; nobody stores them
     if constexpr (G::whole_rows) return output;
@@ -39,7 +39,7 @@ struct WeightCopier {
   }
   NINFERC_DEVICE u32 weight_row(u32 m, u32 r) const {
     const u32 subtile = first_subtile + (G::swiglu ? m / 2 : m);
-    return clamped(G::output_row(subtile, r)) + (G::swiglu && m % 2 ? G::n / 2 : 0);
+    return clamped(G::output_row(subtile, r)) + (G::swiglu && (m + side) % 2 ? G::n / 2 : 0);
   }
 
   // Chunk `number` (counted over all segments) of tile `tile` is next.
@@ -166,9 +166,8 @@ struct ChunkProduct {
         for (u32 e = 0; e < 4; ++e) sum[m][t][e] = 0;
   }
 
-  // `x`: this lane's activations of column 0 of each tile of eight (x_pitch apart: columns), at the chunk.  Tiles past the
-  // last of `columns` are left out.
-  NINFERC_DEVICE void add(u32 stage, u32 x, u32 columns) {
+  // `x`: this lane's activations of column 0 of each tile of eight (x_pitch apart: columns), at the chunk.
+  NINFERC_DEVICE void add(u32 stage, u32 x) {
     Rows rows[G::mtiles];
 #pragma unroll
     for (u32 m = 0; m < G::mtiles; ++m) rows[m].load(stage, m);
@@ -179,37 +178,40 @@ struct ChunkProduct {
       for (u32 s = 0; s < group_steps; ++s)
 #pragma unroll
         for (u32 m = 0; m < G::mtiles; ++m) rows[m].unpack(first + s, a[m][s]);
+      u32x4 b[G::ntiles][group_steps];
 #pragma unroll
-      for (u32 t = 0; t < G::ntiles; ++t) {
-        if (t != 0 && t * 8 >= columns) break;
-        u32x4 b[group_steps];
+      for (u32 t = 0; t < G::ntiles; ++t)
 #pragma unroll
-        for (u32 s = 0; s < group_steps; ++s) b[s] = ld_shared<u32x4>(x + t * 8 * G::x_pitch + (first + s) * 64);
+        for (u32 s = 0; s < group_steps; ++s) b[t][s] = ld_shared<u32x4>(x + t * 8 * G::x_pitch + (first + s) * 64);
+      // Products that add to the same sum stand as far apart as they can: each takes long, several can be on their way.
+      if constexpr (G::Traits::grouped_int) {
 #pragma unroll
-        for (u32 m = 0; m < G::mtiles; ++m) {
-          if constexpr (G::Traits::grouped_int) {
-            f32 part[4] = {0, 0, 0, 0};
+        for (u32 t = 0; t < G::ntiles; ++t) {
+          f32 part[G::mtiles][4] = {};
 #pragma unroll
-            for (u32 s = 0; s < group_steps; ++s) multiply(part, a[m][s], b[s]);
+          for (u32 s = 0; s < group_steps; ++s)
+#pragma unroll
+            for (u32 half = 0; half < 2; ++half)
+#pragma unroll
+              for (u32 m = 0; m < G::mtiles; ++m) multiply(part[m], a[m][s], b[t][s], half);
+#pragma unroll
+          for (u32 m = 0; m < G::mtiles; ++m) {
             const f32x2 scale = rows[m].scale(first);
-            sum[m][t][0] = fmaf(part[0], scale.x, sum[m][t][0]);
-            sum[m][t][1] = fmaf(part[1], scale.x, sum[m][t][1]);
-            sum[m][t][2] = fmaf(part[2], scale.y, sum[m][t][2]);
-            sum[m][t][3] = fmaf(part[3], scale.y, sum[m][t][3]);
-          } else {
-            multiply(sum[m][t], a[m][0], b[0]);
+            sum[m][t][0] = fmaf(part[m][0], scale.x, sum[m][t][0]);
+            sum[m][t][1] = fmaf(part[m][1], scale.x, sum[m][t][1]);
+            sum[m][t][2] = fmaf(part[m][2], scale.y, sum[m][t][2]);
+            sum[m][t][3] = fmaf(part[m][3], scale.y, sum[m][t][3]);
           }
         }
+      } else {
+#pragma unroll
+        for (u32 t = 0; t < G::ntiles; ++t)
+#pragma unroll
+          for (u32 half = 0; half < 2; ++half)
+#pragma unroll
+            for (u32 m = 0; m < G::mtiles; ++m) multiply(sum[m][t], a[m][0], b[t][0], half);
       }
     }
-  }
-
- private:
-  static NINFERC_DEVICE void multiply(f32 (&d)[4], const u32 (&a)[2][4], const u32x4& b) {
-    const u32 a0[4] = {a[0][0], a[1][0], a[0][1], a[1][1]}, b0[2] = {b.x, b.y};
-    const u32 a1[4] = {a[0][2], a[1][2], a[0][3], a[1][3]}, b1[2] = {b.z, b.w};
-    mma_m16n8k16_bf16(d, a0, b0);
-    mma_m16n8k16_bf16(d, a1, b1);
   }
 
   // One lane's share of a matrix tile: rows lane / 4 and lane / 4 + 8 (index `half`).
@@ -291,6 +293,15 @@ struct ChunkProduct {
                    : f32x2{f16x2_lo(scales[0][word]), f16x2_lo(scales[1][word])};
     }
   };
+
+ private:
+  // The first or the second 16 of the 32 columns.
+  static NINFERC_DEVICE void multiply(f32 (&d)[4], const u32 (&a)[2][4], const u32x4& b, u32 half) {
+    const u32 first = half * 2;
+    const u32 fragment[4] = {a[0][first], a[1][first], a[0][first + 1], a[1][first + 1]};
+    const u32 columns[2] = {half ? b.z : b.x, half ? b.w : b.y};
+    mma_m16n8k16_bf16(d, fragment, columns);
+  }
 };
 
 }  // namespace ninferc
