@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # before NumPy is imported: two test processes with a thread per core each would fight over the cores
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# a shell that starts the tests in the background ignores Ctrl-C for them, and the commands that tests interrupt would too
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 
