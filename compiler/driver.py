@@ -19,6 +19,7 @@ from compiler.ir.graph import check
 from compiler.ir.op import Op
 from compiler.ir.types import Kind, TensorType, Value
 from compiler.kernels import exchange
+from compiler.kernels.arrange import arrange_specs
 from compiler.kernels.attention_decode import MAX_COLUMNS, work_items
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.model import ModelError, ModelSpec, bind, spec_from_config
@@ -271,6 +272,7 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
         specs |= {probe.entry: probe for probe in exchange.probe_specs(spec.hidden, caps)}
         for sizes in regions:
             sizes[EXCHANGE] = align(exchange.Mail.of(exchanges).size)
+    specs |= arrange_specs(shared, caps)
     kernels = {entry: KernelImage(item, "", b"", NO_RESOURCES) for entry, item in specs.items()}
     if images:
         sources = {entry: kernel_source(item, caps) for entry, item in specs.items()}

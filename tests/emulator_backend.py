@@ -11,6 +11,7 @@ from compiler.control import egress_extent
 from compiler.emit.render import render
 from compiler.ir.op import Op
 from compiler.ir.types import Kind
+from compiler.kernels.arrange import arranged_weights
 from compiler.kernels.exchange import KINDS, Mail, in_slices, payload, tiles_of
 from compiler.ops.exchange_begin import BASE, number
 from compiler.passes.schedule import CHANNEL
@@ -20,6 +21,7 @@ from runtime.control import Ingress
 from runtime.cuda.transport import TILES_OVER, TRANSPORTS, mail_of, operand_types
 from runtime.vm.weights import WeightStore
 from tests.emulator.emulator import compile_kernel, launch
+from tests.kernels.encoded_weights import arranged
 
 Array = np.ndarray[Any, Any]
 
@@ -53,6 +55,9 @@ class EmulatorBackend:
             if value.kind is Kind.WEIGHT:
                 data = weights.encoded(value)
                 self.memory[place.rank][place.region][place.offset : place.offset + data.size] = data
+                for _, nbytes in arranged_weights([value]):
+                    codes = self.memory[place.rank][place.region][place.offset : place.offset + nbytes]
+                    codes[:] = arranged(codes.copy())
             elif value.kind is Kind.STATE and value.type.dtype != "i32":
                 self.memory[place.rank][place.region][place.offset : place.end] = 0xFF  # states of a fresh slot are never read
         for name, words in program.constants.items():

@@ -235,9 +235,9 @@ def _warpgroup_fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
 
 def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
     """All legal tiles of a wide net."""
-    sizes = (1, 2, 4) if product.epilogue == "swiglu" else (1, 2)
     release = "early" if weight_bytes(product) < EARLY_RELEASE else "late"
     few = product.bucket <= 8
+    sizes = (1, 2) if product.epilogue != "swiglu" else (2, 4) if few else (1, 2, 4)
     for split in (False, True) if product.segments > 1 else (False,):
         all_slices = product.slices * (1 if split else product.segments)
         spread = [k for k in range(all_slices, 0, -1) if all_slices % k == 0]
@@ -272,7 +272,8 @@ def _slowdown(product: Product, tile: Tile, caps: DeviceCaps) -> float:
     x_bytes = x_reads * 2 * product.block_columns * product.k * block_segments(product, tile) // product.segments
     few = product.bucket <= 8
     cost = 1 + (0.5 if few else 0.9) * (share - 1) + max(0.0, (0.4 if few else 0.1) * (wanted / flight - 1))
-    cost += 0.5 * x_bytes / weight_bytes(product) + (0 if tile.resident or tile.warpgroup else 0.15 if few else 0.4) + (0.03 if tile.split else 0)
+    cost += 0.5 * x_bytes / weight_bytes(product) + (0.03 if tile.split else 0)
+    cost += 0 if tile.resident or tile.warpgroup else 0.15 if few else 0.4
     cost += max(0.0, (0.02 if few else 0.06) * (16 - warps)) + (0 if walks else 0.05) + (0.05 if tile.mtiles == 1 else 0)
     cost += 0.1 if tile.warps_k < min(4, product.slices) and product.bucket <= 8 else 0
     return cost + 0.005 * (tile.mtiles + tile.warps_r) + (0.0003 * flight / 1024 if flight > 2 * wanted else 0)
@@ -347,9 +348,9 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         params={"format": product.kernel_format, "n": product.n, "k": product.k, "bucket": product.block_columns,
                 "column_blocks": product.bucket // product.block_columns, "segments": product.segments,
                 "slices": product.slices, "mtiles": tile.mtiles, "warps_r": tile.warps_r, "warps_k": tile.warps_k,
-                "stages": tile.stages, "resident": tile.resident, "split": tile.split, "warpgroup": tile.warpgroup, "norm": norm, "keep": product.keep,
-                "epilogue": product.epilogue, "release": tile.release, "threads": threads,
-                "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
+                "stages": tile.stages, "resident": tile.resident, "split": tile.split, "warpgroup": tile.warpgroup,
+                "norm": norm, "keep": product.keep, "epilogue": product.epilogue, "release": tile.release,
+                "threads": threads, "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
         grid=(blocks, 1, 1),
         block=threads,
         smem=smem,

@@ -12,12 +12,13 @@ import numpy as np
 from compiler.control import FAULT, egress_extent
 from compiler.ir.op import Array
 from compiler.ir.types import DTYPE_BYTES, Kind
+from compiler.kernels.arrange import arrange_entry, arranged_weights
 from compiler.passes.schedule import CHANNEL
 from compiler.passes.shard import at
 from compiler.program.model import DEVICE_REGIONS, EGRESS, EXCHANGE, RING, Arg, Phase, Placement, Program
 from runtime.control import Ingress
 from runtime.cuda.device import Device, PinnedBuffer
-from runtime.cuda.driver import DeviceError
+from runtime.cuda.driver import DeviceError, api, call
 from runtime.cuda.graph import EagerPhase, GraphPhase
 from runtime.cuda.modules import Modules, PackedArgs
 from runtime.cuda.pointers import Span, check_pointers
@@ -181,8 +182,26 @@ class CudaBackend:
         self.wait()  # memory is cleared on another stream than the copies take
         self.upload_times = upload([(v, v.rank, self.address(self.program.placements[v.name])) for v in values], weights,
                                    self.devices, arrived)  # fmt: skip
+        self._arrange()
         self.wait()
         self.uploaded = (total, time.perf_counter() - began)
+
+    def _arrange(self) -> None:
+        """Bring weights into the order in which the program's kernels read them."""
+        driver, entry = api(), arrange_entry(self.program.caps.arch)
+        if entry not in self.program.kernels:
+            return
+        spec, kernel = self.program.kernels[entry].spec, driver.CUfunction(int(self.modules.kernels[entry]))
+        for value, nbytes in arranged_weights(self.program.values.values()):
+            device = self.devices[value.rank]
+            words = Arg("words", "pointer", "absolute", self.address(self.program.placements[value.name]))
+            args = PackedArgs((words, Arg("pieces", "int", number=nbytes // 16)), lambda arg: arg.offset)
+            device.activate()
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = spec.grid
+            config.blockDimX, config.blockDimY, config.blockDimZ = spec.block, 1, 1
+            config.hStream, config.numAttrs = device.stream, 0
+            call(driver.cuLaunchKernelEx(config, kernel, args.address, 0), f"kernel {entry}")
 
     def launch(self, phase: str) -> None:
         if self.exchange is not None:

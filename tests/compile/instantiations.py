@@ -17,6 +17,7 @@ from compiler.emit.arch import caps
 from compiler.emit.cache import Job, compile_all
 from compiler.emit.nvrtc import Cubin
 from compiler.emit.render import render
+from compiler.kernels.arrange import arrange_spec
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from runtime.bench.device_fill import ToolKernels
 from tests.models import EXAMPLE
@@ -68,10 +69,11 @@ def kernels_for(name: str, target: DeviceCaps, pairs: tuple[tuple[int, int], ...
 
 
 def tool_kernels(arch: str) -> tuple[Kernel, ...]:
-    """Kernels that only measurements launch; no limit on their registers matters."""
+    """Kernels outside of steps, of measurements and of loading; no limit on their registers matters."""
     bulk = {"read_bulk": "read_bulk.cu.j2"} if caps(arch).bulk_copy else {}
     entries = {**ToolKernels.ENTRIES, **bulk, "exchange_delay": "exchange_delay.cu.j2"}
-    return tuple(Kernel(KernelSpec(entry, template, {}, (1, 1, 1), 32, 0, ()), False) for entry, template in entries.items())
+    specs = [KernelSpec(entry, template, {}, (1, 1, 1), 32, 0, ()) for entry, template in entries.items()]
+    return tuple(Kernel(spec, False) for spec in (*specs, arrange_spec(caps(arch))))
 
 
 def compiled(found: tuple[Kernel, ...], arch: str, folder: Path) -> dict[str, Cubin]:

@@ -40,18 +40,26 @@ def test_haystack_perplexity(gpu: Backend, weights: str, record_property: Callab
     assert abs(perplexity / HAYSTACK_PERPLEXITY - 1) < (0.005 if weights == "bf16" else 0.2)
 
 
+CLOSE = 0.15  # logits: what bf16 activations move between two candidates
+
+
 def test_reference_continuations(gpu: Backend) -> None:
-    """Greedy tokens equal the float32 reference up to the first position whose two best logits are close."""
+    """Every greedy token of the float32 reference is the best one here too, or as good as the best; what is generated departs
+    from it only where two candidates are that close."""
     references = json.loads((FOLDER / "eval.json").read_text())["reference_continuations"]
     session, equal = Session(gpu("tiny-hybrid", "bf16", **OPTIONS)), 0
     for reference in references:
-        tokens = [e.token for e in session.generate(Request(reference["prompt_ids"], len(reference["output_ids"])))]
-        if tokens == reference["output_ids"]:
-            equal += 1
-        else:
-            assert reference["smallest_top1_top2_logit_gap"] < 0.15, reference["name"]
+        prompt, output = reference["prompt_ids"], reference["output_ids"]
+        rows = np.concatenate([np.array(part) for part in session.score([*prompt, *output[:-1]])])[len(prompt) - 1 :]
+        behind = rows.max(1) - rows[np.arange(len(output)), output]
+        assert behind.max() < CLOSE, reference["name"]
+        tokens = [e.token for e in session.generate(Request(prompt, len(output)))]
+        different = [i for i, (token, wanted) in enumerate(zip(tokens, output, strict=True)) if token != wanted]
+        if different:
+            at = different[0]
+            assert rows[at].max() - rows[at, tokens[at]] < CLOSE, (reference["name"], at)
+        equal += not different
     print(f"reference continuations equal: {equal} of {len(references)}")
-    assert equal >= 7
 
 
 def _tasks() -> Any:

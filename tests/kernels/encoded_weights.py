@@ -16,6 +16,21 @@ _PLANES = {"codes": "codes", "words": "codes", "base": "codes", "high": "high", 
            "divisor": "divisor"}  # fmt: skip
 
 
+# Bit of a half word in device order -> (column of the half, bit of its code); templates/include/ninferc/codec/arrange.cuh
+DEVICE_BITS = {15: (0, 3), 8: (0, 2), 7: (0, 1), 6: (0, 0), 12: (1, 3), 5: (1, 2), 4: (1, 1), 3: (1, 0), 9: (2, 3), 2: (2, 2),
+               1: (2, 1), 0: (2, 0), 13: (3, 3), 11: (3, 2), 10: (3, 1), 14: (3, 0)}  # fmt: skip
+
+
+def arranged(codes: Array) -> Array:
+    """NVFP4 codes, bytes as stored, in device order: even columns of a word in its low half, odd ones in its high half."""
+    words = codes.view(np.uint32)
+    out = np.zeros_like(words)
+    for half in range(2):
+        for bit, (pair, source) in DEVICE_BITS.items():
+            out |= (words >> np.uint32(4 * (2 * pair + half) + source) & np.uint32(1)) << np.uint32(bit + 16 * half)
+    return out.view(np.uint8)
+
+
 @dataclass(frozen=True)
 class Weights:
     """Encoded bytes of a matrix [N, K] and the float64 ``values`` they stand for."""
@@ -28,7 +43,8 @@ class Weights:
         """Bytes of the plane codes, high, scales or divisor; None where the format has none."""
         for plane in layout_of(self.format).planes(self.format, self.values.shape):
             if _PLANES[plane.name] == name and plane.nbytes:
-                return self.encoded[plane.offset : plane.end].copy()
+                stored = self.encoded[plane.offset : plane.end].copy()
+                return arranged(stored) if (self.format, name) == ("NVFP4", "codes") else stored
         return None
 
     def pointers(self) -> list[Array | None]:

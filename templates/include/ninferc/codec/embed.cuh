@@ -36,7 +36,9 @@ NINFERC_DEVICE void decode_eight(const u8* codes, const u8* high, const u8* scal
   if constexpr (format == Format::fp8_row) scale = bf16_to_f32(ld_nc<bf16>(scales + 2 * u64(row)));
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) {
-    const u32 low = Traits::nibbles ? i : i / 2 * 4 + i % 2, up = low + (Traits::nibbles ? 4 : 2);  // the column order
+    constexpr bool pairs_in_order = format == Format::nvfp4;  // the column order
+    const u32 low = pairs_in_order ? 2 * i : Traits::nibbles ? i : i / 2 * 4 + i % 2;
+    const u32 up = low + (pairs_in_order ? 1 : Traits::nibbles ? 4 : 2);
     out[low] = bf16x2_lo(pairs[i]);
     out[up] = bf16x2_hi(pairs[i]);
   }

@@ -3,9 +3,9 @@
 // Each function turns the codes of eight consecutive columns of one row into four packed pairs.  Which two columns share
 // register r is the format's column order, chosen so that unpacking costs least:
 //
-//   nibble formats   (0,4) (1,5) (2,6) (3,7)
+//   q4, q5, q6       (0,4) (1,5) (2,6) (3,7)
 //   byte formats     (0,2) (1,3) (4,6) (5,7)
-//   bf16             (0,1) (2,3) (4,5) (6,7)
+//   bf16, nvfp4      (0,1) (2,3) (4,5) (6,7)   nvfp4 words in device order, see arrange.cuh
 //
 // A product does not care about the order as long as both operands have the same: order_columns<format> brings eight
 // activations into it.  Integer codes come out as exact small integers (scales belong on sums), e4m3 codes as their exact
@@ -81,23 +81,24 @@ NINFERC_DEVICE void unpack_nvfp4_scales(u32 scales, u32& first, u32& second) {
   second = prmt(both, both, 0x3232);
 }
 
-// 8 E2M1 codes; `scale` as unpack_nvfp4_scales gives it.  The three magnitude bits, moved to bits 8..6 of bf16, read as
-// value * 2^-126 (subnormal included).  Multiplying an isolated nibble copies it to both places that sign and magnitude
-// need, so that one mask finishes the pair.
-NINFERC_DEVICE void unpack_nvfp4(u32 codes, u32 scale, u32 (&out)[4]) {
-  const u32 upper = codes >> 8;
+// Pair `pair` of a word in device order (arrange.cuh), times 2^-126 in each half (subnormal included).  `factor` is
+// nvfp4_factor(pair): the last pair's bits have no two places that one shift could bring to both of theirs.
+NINFERC_DEVICE constexpr u32 nvfp4_factor(u32 pair) { return pair == 3 ? 0x1084u : 1u << (3 * pair); }
+NINFERC_DEVICE u32 nvfp4_pair(u32 word, u32 factor) {
+  const bool last = factor == nvfp4_factor(3);
+  return (word >> (last ? 10 : 0) & (last ? 0x001b001bu : ~0u)) * factor & 0x81c081c0u;
+}
+
+// 8 E2M1 codes in device order; `scale` as unpack_nvfp4_scales gives it.
+NINFERC_DEVICE void unpack_nvfp4(u32 word, u32 scale, u32 (&out)[4]) {
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) {
-    const u32 nibbles = (i < 2 ? codes : upper) & (i % 2 ? 0x00f000f0u : 0x000f000fu);
-    const u32 moved = nibbles * (i % 2 ? 0x0104u : 0x1040u);
-    out[i] = hmul2_bf16(moved & 0x81c081c0u, scale);
-  }
+  for (u32 i = 0; i < 4; ++i) out[i] = hmul2_bf16(nvfp4_pair(word, nvfp4_factor(i)), scale);
 }
 
 // Eight activations in natural order, brought into the column order of the format.
 template <Format format>
 NINFERC_DEVICE u32x4 order_columns(u32x4 x) {
-  if constexpr (format == Format::bf16) {
+  if constexpr (format == Format::bf16 || format == Format::nvfp4) {
     return x;
   } else if constexpr (FormatTraits<format>::nibbles) {
     return u32x4{prmt(x.x, x.z, 0x5410), prmt(x.x, x.z, 0x7632), prmt(x.y, x.w, 0x5410), prmt(x.y, x.w, 0x7632)};

@@ -27,13 +27,15 @@ struct Traits {
 // Two neighbouring codes of one row sit in one byte (nibble formats) or in two bytes.  `gather` brings them to the low and the
 // high half of a register: nibble formats from bits 0-3 of each half, W8 from bits 0-7, FP8 from bits 8-15.  The bits around
 // them are other codes and are masked later.  `selector` names the pair: pair 0..3 of the eight codes of one word (nibbles)
-// or of two words (bytes).
+// or of two words (bytes).  NVFP4 words are in device order and give values at once.
 template <Format f>
 NINFERC_DEVICE u32 selector(u32 pair) {
+  if constexpr (f == Format::nvfp4) return nvfp4_factor(pair);
   return Traits<f>::nibbles ? pair * 0x1111 + 0x4400 : pair * 0x2222 + 0x1100;
 }
 template <Format f>
 NINFERC_DEVICE u32 gather(u32 word, u32 next, u32 selector) {
+  if constexpr (f == Format::nvfp4) return nvfp4_pair(word, selector);
   return Traits<f>::nibbles ? prmt(word, word >> 4, selector) : prmt(word, next, selector);
 }
 
@@ -91,9 +93,8 @@ NINFERC_DEVICE u32 code_values(u32 codes, u32 high) {
     const u32 sign = codes & 0x80008000u;
     return hmul2_bf16(codec::and_or(codes >> 4, 0x07f007f0u, sign), 0x7b807b80u);
   } else {
-    // The nibble at bits 12-15 gives the sign, at bits 6-9 exponent and mantissa.
     static_assert(f == Format::nvfp4, "BF16 weights need no conversion");
-    return ((codes & 0x000f000fu) * 0x1040u) & 0x81c081c0u;
+    return codes;
   }
 }
 

@@ -17,31 +17,38 @@ template <class G>
 struct TileActivations {
   static constexpr u32 workers = 32 * G::warps_r, pieces = G::bucket * 16, share = ceil_div(pieces, workers);
   static constexpr u32 tile_bytes = G::bucket * 128;  // 64 columns of K
-  Activations in;
-  u32 rank;
+  const bf16* from[share];  // of chunk 0
+  u32 to[share][4];         // of the words in a tile
   u32x4 held[share];
+  u32 rank;
 
-  NINFERC_DEVICE void load(u32 number) {
+  NINFERC_DEVICE TileActivations(const Activations& in, u32 rank_) : rank(rank_) {
 #pragma unroll
     for (u32 i = 0; i < share; ++i) {
-      const u32 index = rank + i * workers;
-      if (pieces % workers != 0 && index >= pieces) break;
-      held[i] = ld_global<u32x4>(in.at(index / 16, G::chunk_begin(number) + index % 16 * 8));
-    }
-  }
-  NINFERC_DEVICE void store(u32 to) const {
-#pragma unroll
-    for (u32 i = 0; i < share; ++i) {
-      const u32 index = rank + i * workers;
-      if (pieces % workers != 0 && index >= pieces) break;
-      const u32 column = index / 16, slot = G::piece_slot(index % 16), step = slot / 4, at = to + column * 128 + slot % 4 * 4;
-      const u32x4 x = order_columns<G::format>(held[i]);
-      const u32 words[4] = {x.x, x.y, x.z, x.w};
+      const u32 index = rank + i * workers, column = index / 16, slot = G::piece_slot(index % 16), step = slot / 4;
+      from[i] = in.at(column, index % 16 * 8);
 #pragma unroll
       for (u32 p = 0; p < 4; ++p) {
         const u32 piece = (2 * step + p / 2) % 4 * 2 + p % 2;  // of 16 bytes
-        st_shared<u32>(at + step / 2 * tile_bytes + (piece ^ column % 8) * 16, words[p]);
+        to[i][p] = column * 128 + step / 2 * tile_bytes + (piece ^ column % 8) * 16 + slot % 4 * 4;
       }
+    }
+  }
+  NINFERC_DEVICE bool exists(u32 i) const { return pieces % workers == 0 || rank + i * workers < pieces; }
+
+  NINFERC_DEVICE void load(u32 begin) {  // the chunk that begins at column `begin` of K
+#pragma unroll
+    for (u32 i = 0; i < share; ++i)
+      if (exists(i)) held[i] = ld_global<u32x4>(from[i] + begin);
+  }
+  NINFERC_DEVICE void store(u32 tile) const {
+#pragma unroll
+    for (u32 i = 0; i < share; ++i) {
+      if (!exists(i)) break;
+      const u32x4 x = order_columns<G::format>(held[i]);
+      const u32 words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (u32 p = 0; p < 4; ++p) st_shared<u32>(tile + to[i][p], words[p]);
     }
   }
 };
@@ -50,7 +57,7 @@ template <class Config>
 NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
   using G = LinearGeometry<Config>;
   using Rows = typename ChunkProduct<G>::Rows;
-  constexpr u32 stages = G::stages, tiles_kept = G::x_tiles, tile_bytes = TileActivations<G>::tile_bytes;
+  constexpr u32 stages = G::stages, tile_bytes = TileActivations<G>::tile_bytes;
   NINFERC_DYNAMIC_SMEM(smem);
   const u32 base = shared_address(smem);
   const u32 warp = warp_id_uniform(), warp_r = warp % G::warps_r, warp_k = warp / G::warps_r;
@@ -58,38 +65,37 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
   const u32 ring = base + G::ring_base + warp * G::ring_bytes;
   const auto x_tile = [&](u32 number) { return base + G::x_base + (number * G::warps_k + warp_k) * G::x_bytes; };
 
+  const u32 x_end = x_tile(G::x_tiles);
+
   const Dealing<G> dealt(team);
   const Activations in = dealt.columns(args);
   WeightCopier<G> w_copier(args.codes, args.high, args.scales, side);
   ChunkWalk<G> next(dealt.first_chunk, warp_k, dealt.first_tile, dealt.tile_step);
   if (next.tile < G::tiles) w_copier.seek(next.tile, next.number);
-  const auto copy_weights = [&](u32 stage_at) {
-    if (next.tile < G::tiles) w_copier.copy(stage_at);
+  // Weights do not depend on earlier kernels: fill the ring before waiting for these.
+#pragma unroll 1
+  for (u32 stage = 0; stage + 1 < stages; ++stage) {
+    if (next.tile < G::tiles) w_copier.copy(ring + stage * G::stage_bytes);
     cp_async_commit();
     w_copier.step();
     if (next.advance() && next.tile < G::tiles) w_copier.seek(next.tile, next.number);
-  };
-  // Weights do not depend on earlier kernels: fill the ring before waiting for these.
-#pragma unroll 1
-  for (u32 stage = 0; stage + 1 < stages; ++stage) copy_weights(ring + stage * G::stage_bytes);
+  }
   grid_dependency_wait();
   if constexpr (G::release == Release::early) grid_launch_dependents();
 
-  TileActivations<G> x{in, warp_r * 32 + lane_id(), {}};
-  ChunkWalk<G> x_walk(dealt.first_chunk, warp_k, dealt.first_tile, dealt.tile_step);
-  const auto load_x = [&]() {
-    x.load(x_walk.number);
-    x_walk.advance();
-  };
-  load_x();
+  TileActivations<G> x(in, warp_r * 32 + lane_id());
+  ChunkWalk<G> x_walk(dealt.first_chunk, warp_k, dealt.first_tile, dealt.tile_step);  // what is loaded next
+  x.load(G::chunk_begin(x_walk.number));
+  x_walk.advance();
   x.store(x_tile(0));
   fence_proxy_async_shared();
-  load_x();
+  x.load(G::chunk_begin(x_walk.number));
+  x_walk.advance();
   if constexpr (G::epilogue == Epilogue::push_f32) args.push.open();
 
   WgmmaPipe pipe;
   Team<G> sums{base + G::sums_base, team, member};
-  u32 x_at = 0;
+  u32 x_at = x_tile(0);
   u32 stage_at = ring, fill_at = ring + (stages - 1) * G::stage_bytes;
   u32 a[2][2][4];  // step in turn, product, fragment
 #pragma unroll 1
@@ -106,36 +112,49 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
       for (u32 i = 0; i < G::bucket / 2; ++i) d[i] = 0;
       const ChunkWalk<G> here(0, slice, 0, 0);
 #pragma unroll 1
-      for (u32 left = here.left; left != 0; --left) {
-        // Everybody's share of this chunk's activations is stored; everybody's products of the chunk before the last are
-        // done, whose tile is overwritten; this warp has done with the stage before, which is refilled.
-        named_barrier_sync(1 + G::teams + warp_k, 32 * G::warps_r);
-        copy_weights(fill_at);
-        fill_at = stage_at;
-        const u32 x_after = x_at + 1 == tiles_kept ? 0 : x_at + 1;
-        x.store(x_tile(x_after));
-        fence_proxy_async_shared();
-        load_x();
-        cp_async_wait<stages - 1>();
-        sync_warp();
-        Rows rows;
-        rows.load(stage_at, 0);
+      for (u32 left = here.left; left != 0;) {
+        // To the end of the slice multiplied, of the one copied or of the one whose activations are loaded.
+        const u32 of_weights = left < next.left ? left : next.left, run = of_weights < x_walk.left ? of_weights : x_walk.left;
+        const bool copies = next.tile < G::tiles;
+        u32 x_begin = G::chunk_begin(x_walk.number);
+#pragma unroll 1
+        for (u32 i = run; i != 0; --i) {
+          // Everybody's share of this chunk's activations is stored; everybody's products of the chunk before the last are
+          // done, whose tile is overwritten; this warp has done with the stage before, which is refilled.
+          named_barrier_sync(1 + G::teams + warp_k, 32 * G::warps_r);
+          if (copies) w_copier.copy(fill_at);
+          cp_async_commit();
+          w_copier.step();
+          fill_at = stage_at;
+          const u32 x_after = x_at + G::warps_k * G::x_bytes == x_end ? x_tile(0) : x_at + G::warps_k * G::x_bytes;
+          x.store(x_after);
+          fence_proxy_async_shared();
+          x.load(x_begin);
+          x_begin += G::slices * 128;
+          cp_async_wait<stages - 1>();
+          sync_warp();
+          Rows rows;
+          rows.load(stage_at, 0);
 #pragma unroll
-        for (u32 step = 0; step < 4; ++step) {
-          u32(&fragments)[2][4] = a[step % 2];
-          pipe.template wait<1>();  // the products that read these fragments
-          u32 out[2][4];
-          rows.unpack(step, out);
+          for (u32 step = 0; step < 4; ++step) {
+            u32(&fragments)[2][4] = a[step % 2];
+            pipe.template wait<1>();  // the products that read these fragments
+            u32 out[2][4];
+            rows.unpack(step, out);
 #pragma unroll
-          for (u32 i = 0; i < 8; ++i) fragments[i / 4][i % 4] = out[i % 2][i / 4 * 2 + i % 4 / 2];
-          pipe.fence();
-          const u64 b = wgmma_descriptor(x_tile(x_at) + step / 2 * tile_bytes) + step % 2 * 4;
+            for (u32 i = 0; i < 8; ++i) fragments[i / 4][i % 4] = out[i % 2][i / 4 * 2 + i % 4 / 2];
+            pipe.fence();
+            const u64 b = wgmma_descriptor(x_at + step / 2 * tile_bytes) + step % 2 * 4;
 #pragma unroll
-          for (u32 j = 0; j < 2; ++j) pipe.template multiply<G::bucket>(d, fragments[j], b + 2 * j);
-          pipe.commit();
+            for (u32 j = 0; j < 2; ++j) pipe.template multiply<G::bucket>(d, fragments[j], b + 2 * j);
+            pipe.commit();
+          }
+          x_at = x_after;
+          stage_at = stage_at + G::stage_bytes == ring + G::ring_bytes ? ring : stage_at + G::stage_bytes;
         }
-        x_at = x_after;
-        stage_at = stage_at + G::stage_bytes == ring + G::ring_bytes ? ring : stage_at + G::stage_bytes;
+        left -= run;
+        if (next.advance(run) && next.tile < G::tiles) w_copier.seek(next.tile, next.number);
+        x_walk.advance(run);
       }
       pipe.template wait<0>();
       pipe.hold(d);
