@@ -12,8 +12,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from collections.abc import Generator  # noqa: E402
+from typing import Any  # noqa: E402
+
 import pytest  # noqa: E402
 
+from tests.emulator.toolchain import NoCompiler  # noqa: E402
 from tests.gpu_launch import EmulatorLauncher, GpuLauncher  # noqa: E402
 
 _gpu: list[GpuLauncher] = []
@@ -31,6 +35,25 @@ def kernel_backend(request: pytest.FixtureRequest) -> EmulatorLauncher | GpuLaun
     if not _gpu:
         _gpu.append(GpuLauncher())
     return _gpu[0]
+
+
+def _skip_without_compiler() -> Generator[None, Any, Any]:
+    try:
+        return (yield)
+    except NoCompiler as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test whose fixtures compile for the emulator is skipped where nothing can."""
+    return (yield from _skip_without_compiler())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test that compiles for the emulator is skipped where nothing can."""
+    return (yield from _skip_without_compiler())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

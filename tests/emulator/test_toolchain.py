@@ -63,3 +63,14 @@ def test_zig_links_without_building_libraries() -> None:
     assert toolchain._linker(("python", "-m", "ziglang", "c++")) == ["python", "-m", "ziglang", "ld.lld", "-shared"]
     assert toolchain._linker(("/usr/bin/g++",)) == ["/usr/bin/g++", "-shared"]
     assert toolchain._linker(("clang++",)) == ["clang++", "-shared"]
+
+
+@pytest.mark.parametrize("tests", [("tests/kernels/test_attention_prefill.py", "-k", "no_race or forgotten_page"),
+                                   ("tests/kernels/test_linear_columns.py", "-k", "no_race or epilogue")])  # fmt: skip
+def test_without_a_compiler_tests_are_skipped(tests: tuple[str, ...]) -> None:
+    """Whether they ask for the fixture, name the condition, or just compile."""
+    code = ("import sys, pytest; from tests.emulator import toolchain; toolchain.find_compiler = lambda: None;"
+            "sys.exit(pytest.main(['-p', 'no:cacheprovider', '-rs', *sys.argv[1:]]))")  # fmt: skip
+    result = subprocess.run([sys.executable, "-c", code, *tests], cwd=toolchain.ROOT, capture_output=True, text=True)
+    assert result.returncode == 0 and "failed" not in result.stdout and "passed" not in result.stdout, result.stdout
+    assert "no host C++20 compiler" in result.stdout

@@ -29,6 +29,10 @@ class CompileError(Exception):
     """The host compiler rejected a source; the message holds its first diagnostics."""
 
 
+class NoCompiler(CompileError):
+    """There is no host C++20 compiler: a test that needs one is skipped (tests/conftest.py)."""
+
+
 @functools.cache
 def find_compiler() -> tuple[str, ...] | None:
     """The command of a host C++20 compiler, or None when there is none.
@@ -72,7 +76,7 @@ def missing_reason() -> str | None:
 def _identity() -> str:
     compiler = find_compiler()
     if compiler is None:
-        raise CompileError(str(missing_reason()))
+        raise NoCompiler(str(missing_reason()))
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
     # Objects are built for the processor at hand.
     return f"{compiler}|{version}|{platform.machine()}|{_processor()}"
@@ -139,7 +143,7 @@ def build(source: str, flags: Sequence[str], include_dirs: Sequence[Path], links
         pass  # never built, or one of the headers has gone
     compiler = find_compiler()
     if compiler is None:
-        raise CompileError(str(missing_reason()))
+        raise NoCompiler(str(missing_reason()))
     extra = [] if "zig" in " ".join(compiler) or "clang" in compiler[0] else ["-fno-gnu-unique"]
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as name:
         work = Path(name)
