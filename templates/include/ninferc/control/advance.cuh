@@ -16,9 +16,12 @@ struct Emitted {
   i32 count, token, reason;
 };
 
-// One thread: count the token, decide whether the lane ends, queue it as the next input otherwise.
+// One thread: count the token, decide whether the lane ends, queue it as the next input otherwise. A failed exchange may leave
+// anything in place of a token: what is outside of the vocabulary goes nowhere.
 template <u32 queue_size, u32 max_context, u32 vocab>
-NINFERC_DEVICE Emitted emit(const Tables& t, u32 lane, u32 slot, i32 token, i32 length) {
+NINFERC_DEVICE Emitted emit(const Tables& t, u32 lane, u32 slot, i32 token, i32 length, bool& outside) {
+  outside = u32(token) >= vocab;
+  if (outside) return Emitted{0, 0, finish_none};
   const i32 generated = ld_global<i32>(t.generated + lane) + 1;
   st_global(t.generated + lane, generated);
   i32* counter = t.token_counts + u64(slot) * vocab + u32(token);
@@ -52,6 +55,7 @@ NINFERC_DEVICE void advance(const i32* sampled, const i32* run_ncols, const i32*
   const i32 number = ld_global<i32>(step + step_number);
   i32* entry = egress + u64(u32(number) % egress_entries) * (egress_header + egress_lane * all_lanes);
   const u32 lane = threadIdx.x;
+  bool outside = false;
   if (lane < all_lanes) {
     Emitted out{0, 0, 0};
     if constexpr (prefill) {
@@ -63,7 +67,7 @@ NINFERC_DEVICE void advance(const i32* sampled, const i32* run_ncols, const i32*
         st_global(slot_pending + slot, i32(0));
         if constexpr (sampling) {
           if (ld_global<i32>(pf_control + pf_final) != 0)
-            out = emit<queue_size, max_context, vocab>(t, lane, slot, ld_global<i32>(sampled), length);
+            out = emit<queue_size, max_context, vocab>(t, lane, slot, ld_global<i32>(sampled), length, outside);
         }
       }
     } else if (lane < lanes) {
@@ -77,7 +81,7 @@ NINFERC_DEVICE void advance(const i32* sampled, const i32* run_ncols, const i32*
         st_global(slot_parity + slot, ld_global<i32>(slot_parity + slot) ^ 1);
         if (length >= ld_global<i32>(t.prompt_len + lane))
           out = emit<queue_size, max_context, vocab>(t, lane, slot, ld_global<i32>(sampled + lane * width + u32(count) - 1),
-                                                     length);
+                                                     length, outside);
       }
     }
     i32* mine = entry + egress_header + egress_lane * lane;
@@ -86,8 +90,14 @@ NINFERC_DEVICE void advance(const i32* sampled, const i32* run_ncols, const i32*
     st_volatile(mine + 2, out.reason);
     st_volatile(mine + 3, ld_global<i32>(t.len + lane));
   }
+  const bool any_outside = __syncthreads_or(outside) != 0;
   if (threadIdx.x == 0) {
-    st_volatile(entry + 1, ld_global<i32>(step + fault));
+    i32 found = ld_global<i32>(step + fault);
+    if (found == 0 && any_outside) {
+      found = fault_token_range;
+      st_global(step + fault, found);
+    }
+    st_volatile(entry + 1, found);
     st_volatile(entry + 2, i32(all_lanes));
     st_volatile(entry + 3, i32(0));
   }

@@ -40,8 +40,9 @@ NINFERC_DEVICE void merge(const Channel& channel, const f32* candidates, const i
     }
     sync_block();
     if (key != 0) {
+      // Ranks have no id in common, but a lost peer's words are all alike: each has a place of its own, none stays unwritten.
       u32 place = 0;
-      for (u32 other = 0; other < 2 * most; ++other) place += keys[other] > key;
+      for (u32 other = 0; other < 2 * most; ++other) place += keys[other] > key || (keys[other] == key && other < i);
       sorted[place] = key;
     }
     sync_block();

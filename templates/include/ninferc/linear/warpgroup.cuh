@@ -133,12 +133,16 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
           x_begin += G::slices * 128;
           cp_async_wait<stages - 1>();
           sync_warp();
+          // Fragments are written only when no product reads them any more.  Words that are fragments as they are (bf16) wait
+          // before they are loaded; others before they are unpacked, which `hold` keeps behind the wait.
+          if constexpr (G::format == Format::bf16) pipe.template wait<0>();
           Rows rows;
           rows.load(stage_at, 0);
 #pragma unroll
           for (u32 step = 0; step < 4; ++step) {
             u32(&fragments)[2][4] = a[step % 2];
-            pipe.template wait<1>();  // the products that read these fragments
+            pipe.template wait<1>();
+            if constexpr (G::format != Format::bf16) rows.hold(step);
             u32 out[2][4];
             rows.unpack(step, out);
 #pragma unroll

@@ -283,6 +283,18 @@ struct ChunkProduct {
       }
     }
 
+    // Keeps what is made of the words of step `step` behind this call.
+    NINFERC_DEVICE void hold(u32 step) {
+#if !defined(NINFERC_EMULATOR)
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half) {
+        u32x4& w = words[half][G::slabs == 4 ? step : G::slabs == 2 ? step / 2 : 0];
+        if (G::slabs == 4 || step % 2 == 0 || G::slabs == 1) asm volatile("" : "+r"(w.x), "+r"(w.y) :: "memory");
+        if (G::slabs == 4 || step % 2 == 1 || G::slabs == 1) asm volatile("" : "+r"(w.z), "+r"(w.w) :: "memory");
+      }
+#endif
+    }
+
     // Scales of the group that begins at step `step`, for the two rows.
     NINFERC_DEVICE f32x2 scale(u32 step) const {
       if constexpr (format == Format::w8g32) return pick(step / 2, step % 2);
