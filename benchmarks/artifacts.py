@@ -1,13 +1,13 @@
 """Speed of everything that reads and writes artifacts, on this machine and this disk.
 
-    python -m benchmarks.artifacts [-o FILE.json] [--folder DIR] [--layers N | --header-only]
+    python -m benchmarks.artifacts [-o FILE.json] [--folder DIR] [--layers N | --sections LIST]
 
 Formats: encode (BF16 words to stored bytes) and decode (stored bytes to float32), on one core and on all. Files: `synth` of
 qwen3.8-27b/nvfp4 (20.02 GiB) beside a plain write of the same disk, verify, verify --deep, upgrade, diff, migrate; time and
 peak memory of a conversion at the size of the 27B models. Opening: all registered identities in every version, as a library
 call and as a whole `ninferc inspect --json` process. Rows that read a file say how much of it lay in the page cache. Needs
 41 GiB in DIR (default: the current folder) and two to three minutes on 16 cores. --layers N takes models of N layers
-instead, --header-only leaves the large files out.
+instead; --sections names what is to be measured (opening, formats, synth, rewriting, conversion, migrate).
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from runtime.bench.environment import commit
 ROOT = Path(__file__).resolve().parents[1]
 FULL = Identity("qwen3.8-27b", "nvfp4")
 PLAIN_BYTES = 4 << 30
+SECTIONS = ("opening", "formats", "synth", "rewriting", "conversion", "migrate")
 # Runs a command and prints the peak of its resident memory in KiB. (What wait4 reports includes the process that started it.)
 WITH_PEAK = """
 import sys
@@ -181,29 +182,31 @@ def make(path: Path, layers: int | None) -> None:
     synthesize(path, Identity("cut", "nvfp4"), plans, data)
 
 
-def large_file(folder: Path, layers: int | None) -> Iterator[Row]:
-    """Synth, verify, upgrade and diff of one large file."""
+def large_file(folder: Path, layers: int | None, sections: frozenset[str]) -> Iterator[Row]:
+    """Synth and verify of one large file, upgrade and diff (rewriting), and a conversion."""
     path, new = folder / "large.ninfer", folder / "large-v3.ninfer"
-    yield plain_write(folder, PLAIN_BYTES if layers is None else 1 << 28)
-    yield generator(FULL)
-    start = time.perf_counter()
-    make(path, layers)
-    size, seconds = path.stat().st_size, time.perf_counter() - start
-    yield {"what": f"synth {FULL}" if layers is None else f"synth, {layers} layers", "bytes": size,
-           "seconds": round(seconds, 3), "gb_per_s": round(size / 1e9 / seconds, 3), "workers": default_threads()}  # fmt: skip
-    say(f"synth: {seconds:.1f} s, {size / 1e9 / seconds:.2f} GB/s")
-    with artifacts.open(path) as artifact:
-        yield timed("verify", None, lambda: verify(artifact), path)
-        yield timed("verify --deep", size, lambda: verify(artifact, deep=True), path)
-    drop_cache(path)
-    with artifacts.open(path) as artifact:
-        yield timed("verify --deep, cache dropped", size, lambda: verify(artifact, deep=True), path)
-        yield timed("upgrade", size, lambda: str(upgrade(artifact, new)), path)
-        with artifacts.open(new) as other:
-            yield timed("diff of version 2 and 3", 2 * size, lambda: identical(artifact, other), new)
-    path.unlink()
-    new.unlink()
-    if sys.platform == "linux":
+    if sections & {"synth", "rewriting"}:
+        yield plain_write(folder, PLAIN_BYTES if layers is None else 1 << 28)
+        yield generator(FULL)
+        start = time.perf_counter()
+        make(path, layers)
+        size, seconds = path.stat().st_size, time.perf_counter() - start
+        yield {"what": f"synth {FULL}" if layers is None else f"synth, {layers} layers", "bytes": size,
+               "seconds": round(seconds, 3), "gb_per_s": round(size / 1e9 / seconds, 3), "workers": default_threads()}  # fmt: skip
+        say(f"synth: {seconds:.1f} s, {size / 1e9 / seconds:.2f} GB/s")
+        with artifacts.open(path) as artifact:
+            yield timed("verify", None, lambda: verify(artifact), path)
+            yield timed("verify --deep", size, lambda: verify(artifact, deep=True), path)
+    if "rewriting" in sections:
+        drop_cache(path)
+        with artifacts.open(path) as artifact:
+            yield timed("verify --deep, cache dropped", size, lambda: verify(artifact, deep=True), path)
+            yield timed("upgrade", size, lambda: str(upgrade(artifact, new)), path)
+            with artifacts.open(new) as other:
+                yield timed("diff of version 2 and 3", 2 * size, lambda: identical(artifact, other), new)
+        new.unlink()
+    path.unlink(missing_ok=True)
+    if "conversion" in sections and sys.platform == "linux":
         yield conversion(folder, 64 if layers is None else layers)
 
 
@@ -298,17 +301,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, help="write the record here instead of to stdout")
     parser.add_argument("--folder", type=Path, default=Path("."), help="disk to measure; default: the current folder")
     parser.add_argument("--layers", type=int, help="a model of so many layers instead of the whole one")
-    parser.add_argument("--header-only", action="store_true", help="no large file: formats, migrate and opening")
+    parser.add_argument("--sections", default=",".join(SECTIONS), help=f"some of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--repeats", type=int, default=3, help="runs of every opening; the least time is reported")
     options = parser.parse_args(arguments)
+    sections = frozenset(options.sections.split(","))
+    if unknown := sections - set(SECTIONS):
+        parser.error(f"--sections: {', '.join(sorted(unknown))}; allowed are {', '.join(SECTIONS)}")
     start = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="ninferc-benchmark-", dir=options.folder))
     try:
         record: Row = {"benchmark": "artifacts", "environment": environment(folder)}
-        record["opening"] = list(opening(folder, max(1, options.repeats)))
-        record["formats"] = list(codecs())
-        record["files"] = [] if options.header_only else list(large_file(folder, options.layers))
-        record["files"].append(in_place(folder))
+        record["opening"] = list(opening(folder, max(1, options.repeats))) if "opening" in sections else []
+        record["formats"] = list(codecs()) if "formats" in sections else []
+        record["files"] = list(large_file(folder, options.layers, sections))
+        if "migrate" in sections:
+            record["files"].append(in_place(folder))
     finally:
         shutil.rmtree(folder)
     record["seconds"] = round(time.perf_counter() - start, 1)
