@@ -1,11 +1,13 @@
 """A run of the example model that touches every kernel of a small program a few times: what a memory checker executes.
 
-``python -m tests.gpu.small_run`` prints the tokens. Eager launches, so that a report names one kernel.
+``python -m tests.gpu.small_run [brief]`` prints the tokens. Eager launches, so that a report names one kernel. ``brief``: as
+few launches as take every kind of step, for tools that make a kernel hundreds of times slower.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 from compiler.driver import CompileOptions
@@ -20,24 +22,25 @@ OPTIONS: dict[str, Any] = {"max_context": 192, "max_concurrency": 2, "prefill_ch
 SAMPLED = Sampling(0.9, 0.95, 20, 0.0, 1.0, 0.2, seed=7)
 
 
-def run(backend: Backend) -> list[list[int]]:
+def run(backend: Backend, brief: bool = False) -> list[list[int]]:
     """Two lanes through two prefill chunks and short ones, greedy and sampled; then a prompt through four decode columns."""
-    session = Session(backend, depth=0)
-    lanes = [session.submit(Request(list(range(300, 370)), 3)),
-             session.submit(Request(list(range(500, 520)), 3, sampling=SAMPLED))]  # fmt: skip
+    session, tokens = Session(backend, depth=0), 2 if brief else 3
+    lanes = [session.submit(Request(list(range(300, 330 if brief else 370)), tokens)),
+             session.submit(Request(list(range(500, 520)), tokens, sampling=SAMPLED))]  # fmt: skip
     got: dict[int, list[int]] = {lane: [] for lane in lanes}
     while session.active:
         for emission in session.advance():
             got[emission.lane].append(emission.token)
     wide = Session(backend, prefill="none", depth=0, columns=4)
-    return [*got.values(), [emission.token for emission in wide.generate(Request(list(range(40, 49)), 2))]]
+    last = Request(list(range(40, 45 if brief else 49)), tokens - 1)
+    return [*got.values(), [emission.token for emission in wide.generate(last)]]
 
 
 def main() -> None:
     program = card.compiled(models.artifact("example"), Device(0).caps(), CompileOptions(**OPTIONS))
     backend = CudaBackend(program, models.store("example"), [0], eager=True)
     try:
-        print(json.dumps(run(backend)))
+        print(json.dumps(run(backend, sys.argv[1:] == ["brief"])))
     finally:
         backend.close()
 

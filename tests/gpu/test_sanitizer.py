@@ -28,30 +28,32 @@ def checker() -> str | None:
     return next((place for place in places if place and os.path.exists(place)), None)
 
 
-def execute(prefix: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    command = [*prefix, sys.executable, "-m", "tests.gpu.small_run"]
+def execute(prefix: Sequence[str], arguments: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    command = [*prefix, sys.executable, "-m", "tests.gpu.small_run", *arguments]
     return subprocess.run(command, cwd=models.ROOT, capture_output=True, text=True, timeout=seconds)
 
 
 @cache
-def expected() -> list[list[int]]:
+def expected(arguments: tuple[str, ...]) -> list[list[int]]:
     """The run without a tool; it also leaves every cubin in the cache, so that no compiler runs under the tool."""
-    done = execute((), 300)
+    done = execute((), arguments, 300)
     assert done.returncode == 0, done.stderr[-2000:]
     tokens: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
     return tokens
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tool", [("memcheck", "--leak-check", "no"), ("racecheck", "--racecheck-report", "all")],
-                         ids=lambda tool: tool[0])  # fmt: skip
-def test_nothing_is_found(tool: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("tool, arguments", [
+    pytest.param(("memcheck", "--leak-check", "no"), (), id="memcheck"),
+    pytest.param(("racecheck", "--racecheck-report", "all"), ("brief",), id="racecheck"),
+])  # fmt: skip
+def test_nothing_is_found(tool: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     program = checker()
     if program is None:
         pytest.skip("compute-sanitizer is not installed; it is a part of the CUDA toolkit")
-    want = expected()
+    want = expected(arguments)
     done = execute([program, "--tool", *tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only",
-                    "--print-limit", "20"], LIMIT)  # fmt: skip
+                    "--print-limit", "20"], arguments, LIMIT)  # fmt: skip
     if UNSUPPORTED in done.stdout + done.stderr:
         pytest.skip(f"compute-sanitizer: {UNSUPPORTED}")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -60,7 +62,8 @@ def test_nothing_is_found(tool: tuple[str, ...]) -> None:
     assert json.dumps(want) in lines
 
 
-def test_the_run_takes_every_kind_of_step() -> None:
+@pytest.mark.parametrize("brief, counts", [(False, [3, 3, 2]), (True, [2, 2, 1])])
+def test_the_run_takes_every_kind_of_step(brief: bool, counts: list[int]) -> None:
     """What the tool executes, on the Python VM: every phase of the program is launched, and the tokens come."""
     program = compile_program(models.artifact("example"), card.emulated(), CompileOptions(**small_run.OPTIONS), images=False)
     backend = VMBackend(Machine(program, models.store("example"), "engine"))
@@ -72,6 +75,7 @@ def test_the_run_takes_every_kind_of_step() -> None:
         launch(phase)
 
     backend.launch = noting  # type: ignore[method-assign]
-    tokens = small_run.run(backend)
-    assert [len(lane) for lane in tokens] == [3, 3, 2]
-    assert set(launched) == set(program.phases) and launched.count("prefill") == 3
+    tokens = small_run.run(backend, brief)
+    assert [len(lane) for lane in tokens] == counts
+    assert set(launched) == set(program.phases) and launched.count("prefill") == (2 if brief else 3)
+    assert not brief or len(launched) <= 7
