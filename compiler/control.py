@@ -47,7 +47,7 @@ class DeviceFault(IntEnum):
 
     NONE = 0
     RECORD_RANGE = 1  # an ingress record points outside the control block
-    TOKEN_RANGE = 2  # a queued token id is outside the vocabulary
+    TOKEN_RANGE = 2  # a queued or sampled token id is outside the vocabulary
     CAPACITY = 3  # a lane was given more tokens than its pages hold
     EXCHANGE = 4  # the other rank did not send its part in time
 

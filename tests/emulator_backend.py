@@ -27,10 +27,12 @@ Array = np.ndarray[Any, Any]
 
 
 class EmulatorBackend:
-    """Phases run call by call at launch. Activations and scratch hold NaN bytes until a kernel writes them.
+    """Phases run call by call at launch. Activations and scratch hold ``unwritten`` bytes, NaN, until a kernel writes them.
 
     Of two ranks one waits for what the other one sends only later: over ``peer`` and ``host`` its mail is filled beforehand
-    with what the protocol says (docs/tensor-parallel.md); every kernel that sends must leave just that in the other mail."""
+    with what the protocol says (docs/tensor-parallel.md); every kernel that sends must leave just that in the other mail. All
+    calls of the ``silent`` rank that send are left out, nothing is delivered then: set the hang word, or waits take 0.8 s of
+    the emulated clock."""
 
     def __init__(self, program: Program, weights: WeightStore, seed: int = 1, transport: str = "staged",
                  tiles: bool | None = None) -> None:  # fmt: skip
@@ -39,6 +41,8 @@ class EmulatorBackend:
         self.mail = mail_of(program) if program.tp > 1 else Mail(0, 0, 0)
         self.boxes = [np.zeros(max(self.mail.size, 8), np.uint8) for _ in range(program.tp)]
         self.hang = np.zeros(64, np.uint8)
+        self.silent: int | None = None
+        self.unwritten = 0xFF
         host = {name: np.zeros(max(program.regions[0].get(name, 0), 256), np.uint8) for name in (RING, EGRESS)}
         self.memory: list[dict[str, Array]] = [
             {name: np.zeros(max(sizes.get(name, 0), 256), np.uint8) for name in DEVICE_REGIONS} | host
@@ -93,8 +97,10 @@ class EmulatorBackend:
     def launch(self, phase: str) -> None:
         item = self.program.phases[phase]
         for regions in self.memory:
-            regions[WORK][:] = 0xFF
+            regions[WORK][:] = self.unwritten
         for call in item.calls:
+            if call.rank == self.silent and any("ordinal" in op.attrs for op in call.ops):
+                continue
             arguments: list[Any] = []
             for arg in call.args:
                 if arg.kind == "null":
@@ -111,9 +117,10 @@ class EmulatorBackend:
                             "slot_slices": self.mail.slices, "slot_bytes": self.mail.nbytes,
                             "tiles": 2 * self.tiles}  # fmt: skip
                     arguments.append(late.get(arg.name, arg.number))
-            self._deliver(item, call)
+            if self.silent is None:
+                self._deliver(item, call)
             for place in call.scratch.values():
-                self.memory[place.rank][WORK][place.offset : place.end] = 0xFF
+                self.memory[place.rank][WORK][place.offset : place.end] = self.unwritten
             try:
                 options: dict[str, Any] = {"cluster": call.cluster[0]} if call.cluster[0] > 1 else {}
                 launch(self._kernel(call.entry), call.grid, call.block, arguments, call.smem, self.seed, limit_seconds=300,
@@ -121,7 +128,8 @@ class EmulatorBackend:
             except Exception as error:
                 layer = call.ops[0].layer
                 raise RuntimeError(f"phase {phase}, call {call.index} {call.entry} (layer {layer}): {error}") from error
-            self._check_sent(item, call)
+            if self.silent is None:
+                self._check_sent(item, call)
 
     def _message(self, phase: Phase, op: Op, rank: int) -> list[tuple[int, Array]]:
         """(offset, bytes) that ``rank`` leaves in the other rank's mail for an exchange; prefill sends active rows only."""

@@ -2,6 +2,7 @@
 
 A lane emits only when its prompt is consumed (length ≥ prompt length); before that its next input is already queued.
 An emitted token that does not end the lane is queued as its next input, so the host may launch ahead of reading it.
+A token outside of the vocabulary, which only a failed exchange can leave, sets the fault word and goes nowhere.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from compiler.control import (
     PF_FINAL,
     PF_LANE,
     STEP_NUMBER,
+    DeviceFault,
     Finish,
     egress_words,
 )
@@ -77,6 +79,10 @@ class Advance(OpDef):
     @staticmethod
     def _emit(op: Op, ctx: Context, lane: int, slot: int, token: int, entry: np.ndarray) -> None:
         """Count the token, decide whether the lane ends, queue it otherwise."""
+        if not 0 <= token < ctx.whole("token_counts").shape[1]:
+            step = ctx.whole("step")
+            step[FAULT] = step[FAULT] or DeviceFault.TOKEN_RANGE
+            return
         generated, frozen = ctx.whole("lane_generated"), ctx.whole("lane_frozen")
         queue, tail = ctx.whole("queue"), ctx.whole("queue_tail")
         generated[lane] += 1

@@ -12,6 +12,7 @@ from compiler.control import (
     EGRESS_ENTRIES,
     RING_WORDS,
     ControlLimits,
+    DeviceFault,
     Opcode,
     control_tables,
     egress_words,
@@ -115,6 +116,31 @@ def test_begin_and_advance(kernel_backend: Any, lanes: int, width: int, seed: in
                                                      twin.arrays["lane_ncols"]))  # fmt: skip
     for name in ("block", "token_counts", "egress"):
         np.testing.assert_array_equal(mine.arrays[name], twin.arrays[name], name)
+
+
+@pytest.mark.parametrize("fault", [DeviceFault.NONE, DeviceFault.EXCHANGE])
+def test_a_token_outside_of_the_vocabulary_goes_nowhere(kernel_backend: Any, fault: DeviceFault) -> None:
+    """As a failed exchange leaves it: lanes 0 and 2 are reported without a token, lane 1 is served. An earlier fault stays."""
+    mine = Tables(np.random.default_rng(2))
+    for name, value in {"lane_slot": [0, 1, 3], "lane_ncols": 1, "lane_limit": 9, "step": [4, 0, 0, fault]}.items():
+        mine.arrays[name][:] = value
+    twin = mine.copy()
+    advance = Op("advance", refs(("sampled", "run_ncols", "run_len", "run_slot"),
+                                 {"run_ncols": "lane_ncols", "run_len": "lane_len", "run_slot": "lane_slot"}), {},
+                 refs(definition("advance").state), {"phase": "decode", "max_context": 300})  # fmt: skip
+    arrays = mine.arrays | {"sampled": np.array([-67, 519, 520], np.int32)}
+    spec = control.advance_spec(advance, types_of(advance, arrays), 3, 1, kernel_backend.caps())
+    values = {name: arrays[ref.value] for name, ref in advance.refs()} | {"pf_control": None}
+    kernel_backend.launch(spec, render(spec.template, spec.entry, spec.params), [values[name] for name in spec.args])
+    counts = twin.arrays["token_counts"].copy()
+    definition("advance").reference(advance, context(advance, twin.arrays | {"sampled": arrays["sampled"]}, 3, 1,
+                                                     twin.arrays["lane_ncols"]))  # fmt: skip
+    for name in ("block", "token_counts", "egress"):
+        np.testing.assert_array_equal(mine.arrays[name], twin.arrays[name], name)
+    counts[1, 519] += 1
+    assert np.array_equal(mine.arrays["token_counts"], counts)
+    assert mine.arrays["step"][3] == mine.arrays["egress"][4, 1] == (fault or DeviceFault.TOKEN_RANGE)
+    assert mine.arrays["egress"][4, 4::4].tolist() == [0, 1, 0] and mine.arrays["queue_tail"].tolist() == [0, 1, 0]
 
 
 def test_records_outside_set_the_fault(kernel_backend: Any) -> None:

@@ -20,6 +20,7 @@ from compiler.kernels.linear_columns import Product, Tile, choose, problem, spec
 from compiler.kernels.spec import KernelSpec
 from compiler.ops.exchange_begin import number
 from compiler.ops.sample import MAX_CANDIDATES
+from runtime.control import sampling_words
 from tests.emulator.harness import from_bf16, to_bf16
 from tests.gpu_launch import EmulatorLauncher
 from tests.kernels.encoded_weights import random_weights
@@ -374,6 +375,31 @@ def test_greedy_ties_take_the_lowest_row(kernel_backend: Any, transport: int, ra
         sent.words(3)[: theirs.size] = as_words(lists[rank].reshape(-1), 3, "f32")
     assert np.array_equal(outbox.array, sent.array)
     assert token.tolist() == [50, 96, 100]
+
+
+def test_a_lost_peer_leaves_a_token_of_the_vocabulary(kernel_backend: Any) -> None:
+    """Sampled from own candidates that lie below what stands in the lost peer's place, 20 values that are all alike; not from
+    what an earlier row of the block, whose words arrived, left in shared memory."""
+    rows, mail = 16, Mail(16 * 40, 1, 1024)
+    candidates = np.full((rows, 2 * MAX_CANDIDATES), np.nan, np.float32)
+    candidates[:, :3], candidates[:, MAX_CANDIDATES : MAX_CANDIDATES + 3] = (-1, -1, -2), (7, 9, 11)
+    op = Op("sample_merge", {n: Ref(n) for n in ("candidates", "peer_1")}, {"token": Ref("t")}, attrs={"ordinal": 1}, rank=0)
+    spec = merge_spec(op, {"candidates": TensorType(candidates.shape, "f32")}, rows, 1, kernel_backend.caps(sms=2))
+    token, step, inbox = np.full(rows, -1, np.int32), np.zeros(4, np.int32), MailBox(mail)
+    arrived = np.tile(np.concatenate([np.linspace(0, 1, MAX_CANDIDATES), np.arange(100, 120)]), 2)
+    inbox.words(3)[: arrived.size] = as_words(arrived, 3, "f32")
+    words = sampling_words({"temperature": 5.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "top_k": 20,
+                            "seed": 1})  # fmt: skip
+    launch(kernel_backend, spec, {
+        "candidates": candidates, "lane_sampling": np.array([words] * rows, np.int64).astype(np.int32),
+        "run_len": np.arange(rows, dtype=np.int32), "run_ncols": np.ones(rows, np.int32),
+        "lane_prompt_len": np.ones(rows, np.int32), "pf_control": None, "token": token, "step": step,
+        "sequence": np.array([2, 0, 0, 0], np.uint32), "outbox": MailBox(mail).array, "inbox": inbox.array,
+        "hang": np.ones(1, np.uint32), "transport": PEER, "slot_words": mail.words, "slot_slices": mail.slices,
+        "slot_bytes": mail.nbytes})  # fmt: skip
+    assert step[3] == DeviceFault.EXCHANGE
+    assert set(token[:2].tolist()) <= {7, 9, 11, *range(100, 120)}
+    assert set(token[2:].tolist()) <= {0, 7, 9, 11}
 
 
 PUSHED = [("NVFP4", 128, 640, 1, None), ("BF16", 40, 200, 8, None), ("Q5G64_F16S", 50, 1280, 3, None),
