@@ -191,8 +191,9 @@ def large_file(folder: Path, layers: int | None, sections: frozenset[str]) -> It
         start = time.perf_counter()
         make(path, layers)
         size, seconds = path.stat().st_size, time.perf_counter() - start
-        yield {"what": f"synth {FULL}" if layers is None else f"synth, {layers} layers", "bytes": size,
-               "seconds": round(seconds, 3), "gb_per_s": round(size / 1e9 / seconds, 3), "workers": default_threads()}  # fmt: skip
+        what = f"synth {FULL}" if layers is None else f"synth, {layers} layers"
+        yield {"what": what, "bytes": size, "seconds": round(seconds, 3), "gb_per_s": round(size / 1e9 / seconds, 3),
+               "workers": default_threads()}  # fmt: skip
         say(f"synth: {seconds:.1f} s, {size / 1e9 / seconds:.2f} GB/s")
         with artifacts.open(path) as artifact:
             yield timed("verify", None, lambda: verify(artifact), path)

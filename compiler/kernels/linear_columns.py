@@ -168,8 +168,9 @@ def shared_bytes(product: Product, tile: Tile) -> int:
 def registers_fit(product: Product, tile: Tile) -> bool:
     """Whether ptxas can be expected to hold a thread's values in the registers that a block of this size leaves it.
 
-    The estimate follows compiled kernels (sm_80 … sm_120); about a tenth below what ptxas takes when it is free still does
-    without spills. Multiprocessors have 65536 registers and give them to four warps at a time.
+    The estimate follows compiled kernels (sm_80 … sm_120); at few columns about a tenth below what ptxas takes when it is
+    free still does without spills, with warpgroup products a quarter; integer formats at many columns want more on sm_120.
+    Multiprocessors have 65536 registers and give them to four warps at a time.
     """
     name, few = product.kernel_format, product.bucket <= 8
     sums, members = units_of(product, tile) * 4, tile.warps_k * pair_of(product, tile)
@@ -181,7 +182,7 @@ def registers_fit(product: Product, tile: Tile) -> bool:
     elif block_segments(product, tile) * product.slices > tile.warps_k:  # totals of the units that a warp finishes
         needed += ceil(sums * pair_of(product, tile) / members / 4) * 4 * min(2, block_segments(product, tile))
     threads = ceil(tile.warps_r * tile.warps_k / 4) * 128 * max(1, tile.blocks_per_sm)
-    free = 0.9 if few else 0.75 if tile.warpgroup else 0.85
+    free = 0.9 if few else 0.75 if tile.warpgroup else 1.25 if name in GROUPED else 1.0
     return free * needed <= min(255, 65536 // threads // 8 * 8)
 
 

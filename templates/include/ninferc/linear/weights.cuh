@@ -178,22 +178,20 @@ struct ChunkProduct {
       for (u32 s = 0; s < group_steps; ++s)
 #pragma unroll
         for (u32 m = 0; m < G::mtiles; ++m) rows[m].unpack(first + s, a[m][s]);
-      u32x4 b[G::ntiles][group_steps];
 #pragma unroll
-      for (u32 t = 0; t < G::ntiles; ++t)
+      for (u32 t = 0; t < G::ntiles; ++t) {
+        u32x4 b[group_steps];
 #pragma unroll
-        for (u32 s = 0; s < group_steps; ++s) b[t][s] = ld_shared<u32x4>(x + t * 8 * G::x_pitch + (first + s) * 64);
-      // Products that add to the same sum stand as far apart as they can: each takes long, several can be on their way.
-      if constexpr (G::Traits::grouped_int) {
-#pragma unroll
-        for (u32 t = 0; t < G::ntiles; ++t) {
+        for (u32 s = 0; s < group_steps; ++s) b[s] = ld_shared<u32x4>(x + t * 8 * G::x_pitch + (first + s) * 64);
+        // Products that add to the same sum do not follow each other: each takes long, several can be on their way.
+        if constexpr (G::Traits::grouped_int) {
           f32 part[G::mtiles][4] = {};
 #pragma unroll
           for (u32 s = 0; s < group_steps; ++s)
 #pragma unroll
             for (u32 half = 0; half < 2; ++half)
 #pragma unroll
-              for (u32 m = 0; m < G::mtiles; ++m) multiply(part[m], a[m][s], b[t][s], half);
+              for (u32 m = 0; m < G::mtiles; ++m) multiply(part[m], a[m][s], b[s], half);
 #pragma unroll
           for (u32 m = 0; m < G::mtiles; ++m) {
             const f32x2 scale = rows[m].scale(first);
@@ -202,14 +200,12 @@ struct ChunkProduct {
             sum[m][t][2] = fmaf(part[m][2], scale.y, sum[m][t][2]);
             sum[m][t][3] = fmaf(part[m][3], scale.y, sum[m][t][3]);
           }
-        }
-      } else {
-#pragma unroll
-        for (u32 t = 0; t < G::ntiles; ++t)
+        } else {
 #pragma unroll
           for (u32 half = 0; half < 2; ++half)
 #pragma unroll
-            for (u32 m = 0; m < G::mtiles; ++m) multiply(sum[m][t], a[m][0], b[t][0], half);
+            for (u32 m = 0; m < G::mtiles; ++m) multiply(sum[m][t], a[m][0], b[0], half);
+        }
       }
     }
   }
