@@ -2,7 +2,8 @@
 
 A product that is fast alone may be slow in a step, where its blocks share the device with the end of the kernel before
 and the start of the next. So each candidate is timed inside the graph of a decode phase, product by product, each kept
-when it makes the step faster.
+when it makes the step faster. Of two ranks both take a candidate at once; a product that also sends what it finishes stands
+in the profile under the name of the one that does not, since the work is the same.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Tuner:
         caps = self._program.caps
         for call in phase.calls:
             spec, op = self._program.kernels[call.entry].spec, call.ops[-1]
-            if spec.template != "linear_columns.cu.j2" or "push" in spec.entry:
+            if spec.template != "linear_columns.cu.j2":
                 continue
             values = {name: self._program.value(phase, ref.value) for name, ref in op.refs()}
             types = {name: ref_type(ref, values[name]) for name, ref in op.refs()}
@@ -98,7 +99,7 @@ class Tuner:
         for name in spec.args:
             if name in spec.scratch:
                 own = f"{call.index}." if name in spec.zeroed else ""  # counters belong to one call
-                key = f"{own}{name}.{spec.scratch[name]}"
+                key = f"{own}{name}.{spec.scratch[name]}@{call.rank}"
                 if key not in self._scratch:
                     self._scratch[key] = self._backend.devices[call.rank].allocate(spec.scratch[name], "tuning scratch")
                 args.append(Arg(name, "pointer", "absolute", self._scratch[key]))

@@ -12,6 +12,7 @@ import typer
 from runtime.cli.errors import InputError, UsageError
 from runtime.cli.files import AtomicFile
 from runtime.cli.options import integer, read_pairs
+from runtime.cli.profile import device_list
 
 
 def tune_command(
@@ -23,8 +24,9 @@ def tune_command(
     tiles_tried: Annotated[int | None, typer.Option("--variants", metavar="N", parser=integer("--variants", 1, 1000),
                                                     help="Tiles to try per product; default 24.")] = None,  # fmt: skip
     weights: Annotated[str, typer.Option("--weights", help="file or synth.")] = "file",
-    index: Annotated[int | None, typer.Option("--device", metavar="N", parser=integer("--device", 0, 999),
-                                              help="CUDA device index; default 0.")] = None,  # fmt: skip
+    devices: Annotated[str, typer.Option("--devices", metavar="A[,B]",
+                                         help="CUDA device indices, one per rank; two tune the halved products.")] = "0",
+    transport: Annotated[str, typer.Option("--transport", help="auto, peer, host or staged (two ranks).")] = "auto",
 ) -> None:
     """Write a device profile that compile reads (--profile), or that ships with the compiler."""
     from compiler.profiles import VERSION, load
@@ -32,17 +34,21 @@ def tune_command(
     from runtime.bench.open import open_for_bench
     from runtime.bench.tune import Tuner
 
-    context, variants, device = depth or 1024, tiles_tried or 24, index or 0
+    context, variants = depth or 1024, tiles_tried or 24
     pairs = list(read_pairs(phases, "--phases"))
     if not output.parent.is_dir():
         raise InputError(f"-o {output}: the folder {output.parent} is not there")
     width = max(t for _, t in pairs)
-    backend = open_for_bench(program, [device], pairs, context + 64 * width, weights, score=False)
+    backend = open_for_bench(program, device_list(devices), pairs, context + 64 * width, weights, score=False,
+                             transport=transport)  # fmt: skip
     try:
         bench = Bench(backend)
         bench.fill_caches()
         tuner = Tuner(bench, lambda line: print(line, file=sys.stderr))
-        gpu, caps = backend.devices[0].info().name, backend.program.caps
+        gpu, *other = (device.info().name for device in backend.devices)
+        caps = backend.program.caps
+        if other and other[0] != gpu:
+            raise UsageError(f"--devices {devices}: {gpu} and {other[0]}; a profile is of one GPU model")
         tiles: dict[str, object] = {}
         if output.exists():
             known = load(output)

@@ -30,7 +30,8 @@ from tests.models import EXAMPLE
         (["tune", EXAMPLE, "-o", "x.json", "--phases", "1"], ["--phases '1'", "1x1"]),
         (["tune", EXAMPLE, "-o", "x.json", "--variants", "0"], ["--variants 0"]),
         (["tune", EXAMPLE, "-o", "x.json", "-c", "-1"], ["-c '-1'"]),
-        (["tune", EXAMPLE, "-o", "x.json", "--device", "x"], ["--device 'x'"]),
+        (["tune", EXAMPLE, "-o", "x.json", "--devices", "x"], ["--devices 'x'"]),
+        (["tune", EXAMPLE, "-o", "x.json", "--devices", "0,1,2"], ["--devices '0,1,2'", "one or two"]),
     ],
 )
 def test_usage(args: list[str], parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
