@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -227,6 +229,25 @@ def place_counters(groups: Sequence[Group], counters: dict[str, Placement], regi
 
 
 Progress = Callable[[int, int, str], None]
+_log = logging.getLogger("ninferc")
+
+
+class _Stages:
+    """Seconds of compiler stages, summed over graphs, for the log."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def done(self, stage: str) -> None:
+        now = time.perf_counter()
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._since
+        self._since = now
+
+    def log(self) -> None:
+        for stage, seconds in self._seconds.items():
+            _log.info("%s: %.3f s", stage, seconds)
+
 
 
 def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: CompileOptions, *, cache: Path | None = None,
@@ -237,18 +258,22 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
     Raises ModelError, CompileOptionError, IRError, CompileError (NVRTC), CacheError. Only the artifact's directory and
     small resources are read, never the weights.
     """
+    stages = _Stages()
     spec = model_of(artifact)
     limits = limits_of(spec, options)
     items = max(work_items(b, t, spec.heads, spec.kv_heads) for b, t in options.decode_pairs())
     builder = TextBuilder(spec, bind(artifact, spec), limits, items)
     graphs = [check(builder.build(request)) for request in phase_requests(limits, options)]
+    stages.done("op graphs")
     shared: Mapping[str, Value] = builder.shared
     if options.tp > 1:
         sharder = Sharder(spec, options.tp, builder.shared, {"decode": options.exchange, "prefill": options.exchange_prefill},
                           options.fused)  # fmt: skip
         graphs = [check(sharder.run(graph)) for graph in graphs]
         shared = sharder.shared
+        stages.done("sharding")
     graphs = [check(lower(graph, caps)) for graph in graphs]
+    stages.done("lowering")
     placements, regions = place_shared(shared, limits)
     phases: dict[str, Phase] = {}
     specs: dict[str, KernelSpec] = {}
@@ -256,6 +281,7 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
     exchanges: list[tuple[Op, Mapping[str, TensorType], KernelSpec]] = []
     for graph in graphs:
         groups = select(graph, caps)
+        stages.done("fusion and kernel choice")
         exchanges += [(op, graph.types(op), group.spec) for group in groups for op in group.ops if op.kind in exchange.KINDS]
         place_counters(groups, counters, regions)
         for group in groups:
@@ -266,6 +292,7 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
                 specs[group.spec.entry] = group.spec
         phase, work = Scheduler(graph, groups, placements, caps.programmatic_edges, counters).run()
         phases[graph.name] = phase
+        stages.done("memory and schedule")
         for rank, size in enumerate(work):
             regions[rank][WORK] = max(regions[rank][WORK], size)
     if options.tp > 1:
@@ -273,6 +300,7 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
         for sizes in regions:
             sizes[EXCHANGE] = align(exchange.Mail.of(exchanges).size)
     specs |= arrange_specs(shared, caps)
+    stages.log()
     kernels = {entry: KernelImage(item, "", b"", NO_RESOURCES) for entry, item in specs.items()}
     if images:
         sources = {entry: kernel_source(item, caps) for entry, item in specs.items()}
