@@ -58,6 +58,9 @@ class CompileOptionError(ValueError):
     """A compile option is outside what the model or the compiler allows; names the option and the range."""
 
 
+SHORT_PROMPTS = (24, 32)  # columns of the decode graphs that take a short prompt at once
+
+
 @dataclass(frozen=True)
 class CompileOptions:
     """What a user chooses. ``pairs`` are the (lanes, columns) of the decode graphs."""
@@ -75,8 +78,8 @@ class CompileOptions:
     fused: bool = True  # row-parallel products send their partial sums as they finish them
 
     def decode_pairs(self) -> list[tuple[int, int]]:
-        """Decode graphs to build: those asked for, else 1×1, 1×32 (short prompts) and max_concurrency×1."""
-        pairs = set(self.pairs) or {(1, 1), (1, 32)}
+        """Decode graphs to build: those asked for, else 1×1, those of short prompts and max_concurrency×1."""
+        pairs = set(self.pairs) or {(1, 1), *((1, width) for width in SHORT_PROMPTS)}
         pairs |= {(1, 1), (self.max_concurrency, 1)}
         return sorted(pairs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import artifacts
-from compiler.driver import CompileOptions
+from compiler.driver import SHORT_PROMPTS, CompileOptions
 from compiler.emit.arch import CARDS, card_as
 from runtime.bench.device_fill import SynthWeights
 from runtime.cuda.backend import CudaBackend
@@ -14,7 +14,7 @@ from runtime.cuda.driver import DeviceError, NoDevice, api
 from runtime.open import ArtifactWeights, Opened, cached_program, is_program, open_program
 from runtime.vm.weights import WeightStore
 
-SHORT_PROMPT = (1, 24)  # lanes x columns of the graph that takes a short prompt; only a row of bench needs it
+SHORT_PROMPT = (1, SHORT_PROMPTS[0])  # lanes x columns of the graph of a short prompt; only a row of bench needs it
 
 
 def open_for_bench(path: Path, devices: list[int], pairs: list[tuple[int, int]], context: int, weights: str, *,

@@ -62,7 +62,7 @@ def bench_command(
     from runtime.bench.device_fill import MINIMUM_READ_RATE
     from runtime.bench.environment import describe, gpu_state
     from runtime.bench.measure import Bench
-    from runtime.bench.open import open_for_bench
+    from runtime.bench.open import SHORT_PROMPT, open_for_bench
     from runtime.cli.options import WIRES
 
     steps, repeats = steps_given or 128, repeats_given or 3
@@ -75,7 +75,7 @@ def bench_command(
     ranks = _numbers(devices, "--devices", least=0)
     if len(set(ranks)) < len(ranks):
         print(f"--devices {devices}: a test mode, the ranks share one GPU", file=sys.stderr)
-    pairs = [(1, 32), *((b, t) for b in lanes for t in widths)]
+    pairs = [SHORT_PROMPT, *((b, t) for b in lanes for t in widths)]
     need = max_context or max(contexts) + (steps + 4) * max(widths) + 64
 
     def opening() -> CudaBackend:

@@ -26,7 +26,7 @@ TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 TINY = "tiny-hybrid"
 DENSE = tuple(str(identity) for identity in REGISTRY if identity.model_id.endswith("27b"))
 STEP = ((1, 1),)  # one lane, one column
-WIDTHS = ((1, 1), (1, 4), (1, 8), (1, 32), (8, 1))  # verification widths, short prompts, a batch
+WIDTHS = ((1, 1), (1, 4), (1, 8), (1, 24), (1, 32), (8, 1))  # verification widths, short prompts, a batch
 REGISTERS = 65536  # 32-bit registers of a multiprocessor, since sm_70 (CUDA C++ Programming Guide, compute capabilities)
 _folder = tempfile.TemporaryDirectory(prefix="ninferc-compile-")
 
