@@ -68,13 +68,14 @@ def test_values_are_of_their_type_and_range(tmp_path: Path, name: str, value: An
             assert fits(product, tile, caps("sm_90a")) in (True, False)
 
 
-@pytest.mark.parametrize("path", [
+@pytest.mark.parametrize("changed", [
     {"tiles": [TILE]}, {"tiles": None}, {"tiles": {"x": 3}}, {"tiles": {"x": [["mtiles", 1]]}},
-    {"tiles": {"x": TILE | {"wide": 1}}}, {"sms": None}, {"sms": "many"}, {"sms": float("inf")}, {"ninferc_profile": 0}, {"ninferc_profile": None},
+    {"tiles": {"x": TILE | {"wide": 1}}}, {"sms": None}, {"sms": "many"}, {"sms": float("inf")}, {"ninferc_profile": 0},
+    {"ninferc_profile": None},
 ], ids=lambda changed: json.dumps(changed)[:40])  # fmt: skip
-def test_other_damage(tmp_path: Path, path: dict[str, Any]) -> None:
+def test_other_damage(tmp_path: Path, changed: dict[str, Any]) -> None:
     with pytest.raises(ProfileError, match="device profile .*card.json") as error:
-        load(written(tmp_path, TILE, **path))
+        load(written(tmp_path, TILE, **changed))
     assert "\n" not in str(error.value)
 
 
