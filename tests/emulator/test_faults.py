@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.emulator import emulator
-from tests.emulator.emulator import EmulatorError, compile_kernel, launch
+from tests.emulator.emulator import SHARED_LIMIT, EmulatorError, compile_kernel, launch
 from tests.emulator.harness import poisoned, under_schedules
 
 pytestmark = pytest.mark.skipif(emulator.missing_reason() is not None, reason=str(emulator.missing_reason()))
@@ -233,6 +233,19 @@ NINFERC_KERNEL(touch, 32, 1)(u32 offset) {
         return
     with pytest.raises(EmulatorError, match=message):
         launch(kernel, 1, 32, [size], smem_bytes=256)
+
+
+def test_all_shared_memory_of_a_block() -> None:
+    """A kernel without shared variables may have the last byte, none may have one more."""
+    kernel = compile_kernel(HEAD + """
+NINFERC_KERNEL(whole, 32, 1)(u32 bytes) {
+  NINFERC_DYNAMIC_SMEM(smem);
+  if (threadIdx.x == 0) smem[bytes - 1] = 7;
+}""")
+    whole = SHARED_LIMIT[kernel.arch]
+    launch(kernel, 1, 32, [whole], smem_bytes=whole)
+    with pytest.raises(EmulatorError, match=f" 0 bytes of static and {whole + 1} of dynamic shared memory"):
+        launch(kernel, 1, 32, [whole], smem_bytes=whole + 1)
 
 
 STUCK = HEAD + """

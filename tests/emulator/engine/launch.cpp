@@ -91,11 +91,12 @@ int ninferc_emulator_run(const ninferc_emulator_launch* launch) {
 
   if (sigsetjmp(escape, 1) == 0) {
     engine.running = true;
-    if (engine.static_bytes > launch->static_limit)
-      fail("%u bytes of static shared memory, %u are allowed", engine.static_bytes, launch->static_limit);
-    if (engine.static_bytes + engine.dynamic_bytes > launch->shared_limit)
-      fail("%u bytes of static and %u of dynamic shared memory, %u are allowed", engine.static_bytes,
-           engine.dynamic_bytes, launch->shared_limit);
+    const u32 statics = engine.static_bytes > 1 ? engine.static_bytes : 0;  // one: the anchor of ninferc_emulator_touch only
+    if (statics > launch->static_limit)
+      fail("%u bytes of static shared memory, %u are allowed", statics, launch->static_limit);
+    if (statics + engine.dynamic_bytes > launch->shared_limit)
+      fail("%u bytes of static and %u of dynamic shared memory, %u are allowed", statics, engine.dynamic_bytes,
+           launch->shared_limit);
     engine.blocks = static_cast<Block**>(calloc(engine.resident, sizeof(Block*)));
     if (!engine.blocks) fail("out of memory");
     const u32 size = engine.cluster_size, clusters = engine.block_total / size;
