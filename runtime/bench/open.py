@@ -11,6 +11,7 @@ from runtime.bench.device_fill import SynthWeights
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.device import Device, rank_caps
 from runtime.cuda.driver import DeviceError, NoDevice, api
+from runtime.cuda.transport import TRANSPORTS
 from runtime.open import ArtifactWeights, Opened, cached_program, is_program, open_program
 from runtime.vm.weights import WeightStore
 
@@ -27,6 +28,8 @@ def open_for_bench(path: Path, devices: list[int], pairs: list[tuple[int, int]],
 
     if weights not in ("file", "synth"):
         raise UsageError(f"--weights {weights!r}: allowed are file, synth")
+    if transport not in ("auto", *TRANSPORTS):
+        raise UsageError(f"--transport {transport[:40]!r}: allowed are auto, {', '.join(TRANSPORTS)}")
     if card is not None and card not in CARDS:
         raise UsageError(f"--as {card[:40]!r}: allowed are {', '.join(sorted(CARDS))}")
     opening = open_program(path, None) if is_program(path) else artifacts.open(path)  # a wrong path is said before all else

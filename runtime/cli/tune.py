@@ -38,6 +38,7 @@ def tune_command(
     pairs = list(read_pairs(phases, "--phases"))
     if not output.parent.is_dir():
         raise InputError(f"-o {output}: the folder {output.parent} is not there")
+    known = load(output) if output.exists() else None  # before anything is measured
     width = max(t for _, t in pairs)
     backend = open_for_bench(program, device_list(devices), pairs, context + 64 * width, weights, score=False,
                              transport=transport)  # fmt: skip
@@ -50,8 +51,7 @@ def tune_command(
         if other and other[0] != gpu:
             raise UsageError(f"--devices {devices}: {gpu} and {other[0]}; a profile is of one GPU model")
         tiles: dict[str, object] = {}
-        if output.exists():
-            known = load(output)
+        if known is not None:
             if (known.gpu, known.arch, known.sms) != (gpu, caps.arch, caps.sms):
                 raise UsageError(f"-o {output} is a profile of {known.gpu}; the GPU here is {gpu}")
             tiles |= known.tiles

@@ -27,6 +27,8 @@ from tests.models import EXAMPLE
         (["bench", EXAMPLE, "--as", "rtx9"], ["--as 'rtx9'", "rtx5090"]),
         (["profile", EXAMPLE, "--as", "rtx9"], ["--as 'rtx9'"]),
         (["profile", EXAMPLE, "--weights", "x"], ["--weights 'x'"]),
+        *(([command, EXAMPLE, *more, "--transport", "bus"], ["--transport 'bus'", "auto, peer, host, staged"])
+          for command, more in (("bench", []), ("profile", []), ("tune", ["-o", "x.json"]))),
         (["tune", EXAMPLE, "-o", "x.json", "--phases", "1"], ["--phases '1'", "1x1"]),
         (["tune", EXAMPLE, "-o", "x.json", "--variants", "0"], ["--variants 0"]),
         (["tune", EXAMPLE, "-o", "x.json", "-c", "-1"], ["-c '-1'"]),
@@ -48,6 +50,15 @@ def test_files(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("runtime.bench.open.api", lambda: pytest.fail("measuring has begun"))
     rejected(run_cli(command, EXAMPLE, output, tmp_path / "no" / "out"), 1, "no")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_profile_is_said_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.bench.open.api", lambda: pytest.fail("measuring has begun"))
+    output = tmp_path / "x.json"
+    for text in ("{", '{"ninferc_profile": 1, "gpu": "", "arch": "", "sms": 1, "tiles": {"product": {"mtiles": "1"}}}'):
+        output.write_text(text)
+        rejected(run_cli("tune", EXAMPLE, "-o", output), 1, "device profile", "x.json")
+        assert output.read_text() == text
 
 
 @pytest.mark.parametrize("command", ["bench", "profile", "tune"])
