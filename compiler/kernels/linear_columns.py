@@ -361,7 +361,8 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         zeroed=frozenset({"arrivals"}) if tile.split else frozenset(),
         waits_first=True,
         published=("normed",) if product.keep else (),
-        reason=f"{blocks} blocks of {tile.warps_r} x {tile.warps_k} warps, {16 * tile.mtiles} rows a tile, K in "
+        reason=f"{'warpgroup products, ' if tile.warpgroup else ''}{blocks} blocks of {tile.warps_r} x {tile.warps_k} warps, "
+        f"{16 * tile.mtiles * pair_of(product, tile)} rows a tile, K in "
         f"{product.segments * product.slices} slices, {tile.stages} stages, activations "
         f"{'resident' if tile.resident else 'streamed'}{', a segment per block' if tile.split else ''}, dependents released "
         f"{tile.release}",

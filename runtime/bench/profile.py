@@ -18,10 +18,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from compiler.emit.cache import Job, compile_all
+from compiler.emit.nvrtc import CompileError
 from compiler.emit.stamp import ARGUMENT, STAMP_BYTES, SUFFIX, stamped
 from compiler.explain.cost import call_cost
 from compiler.ir.op import Array
 from compiler.kernels.exchange import KINDS
+from compiler.program.io import ProgramError
 from compiler.program.model import Arg, Call, KernelImage, Phase
 from runtime.bench.measure import Bench
 from runtime.cuda.driver import DeviceError
@@ -192,7 +194,12 @@ class Profiler:
         arch = backend.program.caps.arch
         images = {entry: backend.program.kernels[entry] for entry in {item.entry for item in phase.calls}}
         sources = {entry + SUFFIX: stamped(entry, image.source) for entry, image in images.items()}
-        cubins = compile_all([Job(entry, source, arch) for entry, source in sources.items()])
+        try:
+            cubins = compile_all([Job(entry, source, arch) for entry, source in sources.items()])
+        except CompileError as error:  # its message is the compiler's, of many lines
+            first = str(error).splitlines()[0]
+            raise ProgramError("profile compiles the program's sources again, and they do not fit the headers of this version: "
+                               f"compile the program again ({first[:120]})") from error  # fmt: skip
         modules = Modules({entry + SUFFIX: KernelImage(image.spec, sources[entry + SUFFIX], cubins[entry + SUFFIX].image,
                                                        cubins[entry + SUFFIX].resources) for entry, image in images.items()},
                           backend.devices)  # fmt: skip

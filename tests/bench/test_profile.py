@@ -12,10 +12,11 @@ import pytest
 
 from compiler.driver import CompileOptions, compile_program
 from compiler.emit.arch import caps
-from compiler.emit.nvrtc import Cubin, Resources, compile_source
+from compiler.emit.nvrtc import CompileError, Cubin, Resources, compile_source
 from compiler.emit.render import RenderError, render
 from compiler.emit.stamp import STAMP_BYTES, SUFFIX, stamped
 from compiler.kernels.exchange import KINDS
+from compiler.program.io import ProgramError
 from compiler.program.model import Call, Phase
 from runtime.bench import profile as profiling
 from runtime.bench.profile import KernelProfile, Profiler, Span, StepProfile, align, is_control, read_stamps
@@ -247,6 +248,17 @@ class ClockworkDevice:
 
     def release(self, address: int) -> None:
         self.memory = np.zeros(0, np.uint8)
+
+
+def test_sources_of_another_version_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_all(jobs: Sequence[Any]) -> dict[str, Cubin]:
+        raise CompileError(f"kernel {jobs[0].entry}: class Config has no member\n  of that name\n1 error")
+
+    monkeypatch.setattr(profiling, "compile_all", compile_all)
+    clockwork: Any = Clockwork(1)
+    with pytest.raises(ProgramError, match=r"compile the program again \(kernel .* has no member\)$") as caught:
+        Profiler(clockwork).run(1, 1, 100, samples=3)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
