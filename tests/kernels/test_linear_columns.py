@@ -180,7 +180,7 @@ def test_bits_do_not_depend_on_who_computes_a_segment(kernel_backend: Any, tile:
 @pytest.mark.parametrize("product", [
     Product("NVFP4", 128, 2560, 11), Product("NVFP4", 256, 1280, 20, 1, "swiglu"), Product("BF16", 80, 1280, 30, 1, "swiglu"),
     Product("FP8_E4M3FN_ROW_BF16S", 144, 2560, 24, 2, "residual"), Product("NVFP4", 128, 2560, 33, 2, "residual"),
-    Product("BF16", 40, 640, 9, 1, "store_f32"), Product("FP8_E4M3FN_ROW_BF16S", 96, 1280, 17, 1, "swiglu"),
+    Product("BF16", 40, 2560, 9, 1, "store_f32"), Product("FP8_E4M3FN_ROW_BF16S", 96, 1280, 17, 1, "swiglu"),
 ], ids=lambda p: f"{p.kernel_format}-{p.n}x{p.k}-c{p.columns}-s{p.segments}-{p.epilogue}")  # fmt: skip
 def test_many_columns(kernel_backend: Any, product: Product) -> None:
     """Streamed activations, in one or several rounds of slices, gate and up tile in one warp or in two, and warpgroup
