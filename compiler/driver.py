@@ -252,7 +252,6 @@ class _Stages:
             _log.info("%s: %.3f s", stage, seconds)
 
 
-
 def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: CompileOptions, *, cache: Path | None = None,
                     workers: int | None = None, progress: Progress | None = None, images: bool = True) -> Program:  # fmt: skip
     """Compile ``artifact`` for ``caps``. ``images=False`` plans only: no NVRTC, kernels without source and cubin (what

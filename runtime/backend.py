@@ -43,6 +43,38 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
+class BackendAround:
+    """``inner`` unchanged: the base of backends that add something to another one's launches."""
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        self.program: Program = inner.program
+        self.ring: Array = inner.ring
+        self.egress: Array = inner.egress
+        self.ingress: Ingress = inner.ingress
+
+    def launch(self, phase: str) -> None:
+        self.inner.launch(phase)
+
+    def wait(self) -> None:
+        self.inner.wait()
+
+    def check(self) -> None:
+        self.inner.check()
+
+    def rank_egress(self, rank: int) -> Array:
+        return self.inner.rank_egress(rank)
+
+    def read(self, name: str, rank: int = 0) -> Array:
+        return self.inner.read(name, rank)
+
+    def read_activation(self, phase: str, name: str, rows: int) -> Array:
+        return self.inner.read_activation(phase, name, rows)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
 class VMBackend:
     """The Python VM as a backend. Launches run at once."""
 

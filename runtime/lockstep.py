@@ -12,25 +12,19 @@ import hashlib
 import numpy as np
 
 from compiler.control import EGRESS_ENTRIES, egress_words
-from compiler.ir.op import Array
-from compiler.program.model import Phase, Program
-from runtime.backend import Backend
-from runtime.control import Ingress
+from compiler.program.model import Phase
+from runtime.backend import Backend, BackendAround
 
 
 class RankMismatch(RuntimeError):
     """Two ranks hold different values where they must not; names step, value and place. Nothing after that step is sound."""
 
 
-class CheckedBackend:
-    """``backend``, whose ranks are compared after every launch. ``rounds`` counts comparisons."""
+class CheckedBackend(BackendAround):
+    """``inner``, whose ranks are compared after every launch. ``rounds`` counts comparisons."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.inner = backend
-        self.program: Program = backend.program
-        self.ring: Array = backend.ring
-        self.egress: Array = backend.egress
-        self.ingress: Ingress = backend.ingress
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
         self.rounds = 0
 
     def launch(self, phase: str) -> None:
@@ -76,21 +70,3 @@ class CheckedBackend:
                 first = lane if per_lane else lane * phase.width
                 digest.update(array[first : first + (count > 0 if per_lane else count)].tobytes())
         return digest.hexdigest() if phase.kept else ""
-
-    def wait(self) -> None:
-        self.inner.wait()
-
-    def check(self) -> None:
-        self.inner.check()
-
-    def rank_egress(self, rank: int) -> Array:
-        return self.inner.rank_egress(rank)
-
-    def read(self, name: str, rank: int = 0) -> Array:
-        return self.inner.read(name, rank)
-
-    def read_activation(self, phase: str, name: str, rows: int) -> Array:
-        return self.inner.read_activation(phase, name, rows)
-
-    def close(self) -> None:
-        self.inner.close()

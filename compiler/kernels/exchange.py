@@ -61,7 +61,7 @@ def begin_spec(op: Op, caps: DeviceCaps) -> KernelSpec:
 
 
 def tiles_of(spec: KernelSpec) -> Tiles | None:
-    """The tiles that an exchange kernel can take from products, None when products send it none."""
+    """The tiles of a row product, or those that an exchange kernel can take from products: None when it takes none."""
     tokens, rows = int(spec.params.get("tile_tokens", 0)), int(spec.params.get("tile_rows", 0))
     return Tiles(tokens, rows) if rows else None
 

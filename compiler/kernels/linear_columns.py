@@ -75,6 +75,11 @@ class Product:
         return min(self.bucket, BLOCK_COLUMNS)
 
     @property
+    def few(self) -> bool:
+        """Few columns: the weights are all that takes time."""
+        return self.bucket <= 8
+
+    @property
     def outputs(self) -> int:
         return self.n // 2 if self.epilogue == "swiglu" else self.n
 
@@ -172,7 +177,7 @@ def registers_fit(product: Product, tile: Tile) -> bool:
     free still does without spills, with warpgroup products a quarter; integer formats at many columns want more on sm_120.
     Multiprocessors have 65536 registers and give them to four warps at a time.
     """
-    name, few = product.kernel_format, product.bucket <= 8
+    name = product.kernel_format
     sums, members = units_of(product, tile) * 4, tile.warps_k * pair_of(product, tile)
     needed = _REGISTERS[name] + (3.2 if name in GROUPED else 2.5) * sums + (0 if tile.resident else 14)
     if tile.warpgroup:
@@ -182,7 +187,7 @@ def registers_fit(product: Product, tile: Tile) -> bool:
     elif block_segments(product, tile) * product.slices > tile.warps_k:  # totals of the units that a warp finishes
         needed += ceil(sums * pair_of(product, tile) / members / 4) * 4 * min(2, block_segments(product, tile))
     threads = ceil(tile.warps_r * tile.warps_k / 4) * 128 * max(1, tile.blocks_per_sm)
-    free = 0.9 if few else 0.75 if tile.warpgroup else 1.25 if name in GROUPED else 1.0
+    free = 0.9 if product.few else 0.75 if tile.warpgroup else 1.25 if name in GROUPED else 1.0
     return free * needed <= min(255, 65536 // threads // 8 * 8)
 
 
@@ -237,13 +242,13 @@ def _warpgroup_fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
 def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
     """All legal tiles of a wide net."""
     release = "early" if weight_bytes(product) < EARLY_RELEASE else "late"
-    few = product.bucket <= 8
+    few = product.few
     sizes = (1, 2) if product.epilogue != "swiglu" else (2, 4) if few else (1, 2, 4)
     for split in (False, True) if product.segments > 1 else (False,):
         all_slices = product.slices * (1 if split else product.segments)
         spread = [k for k in range(all_slices, 0, -1) if all_slices % k == 0]
         for warps_r, warps_k, stages, blocks in itertools.product(range(1, 21), spread, (2, 3, 4, 6), (0, 1, 2, 3)):
-            if warps_r * warps_k > 24 or (few and warps_r > 6 and warps_k > 1):
+            if warps_r * warps_k > 24 or (few and warps_r > (6 if warps_k > 1 else 12)):
                 continue
             for mtiles in sizes:
                 for resident in (True, False) if product.bucket <= 16 else (False,):
@@ -258,7 +263,7 @@ def _slowdown(product: Product, tile: Tile, caps: DeviceCaps) -> float:
     blocks = ceil(tiles_of(product, tile) / teams_of(product, tile)) * sharers_of(product, tile)
     own_warps = tile.warps_r * tile.warps_k
     # Blocks that one multiprocessor holds: by shared memory, and by registers at about 80 per thread (wide: 128 and more).
-    room = min(caps.smem_sm // (shared_bytes(product, tile) + 1024), (24 if product.bucket <= 8 else 16) // own_warps or 1)
+    room = min(caps.smem_sm // (shared_bytes(product, tile) + 1024), (24 if product.few else 16) // own_warps or 1)
     together = min(tile.blocks_per_sm or room, room, ceil(blocks / caps.sms))
     warps = together * own_warps
     waves = blocks / (together * caps.sms)
@@ -271,12 +276,13 @@ def _slowdown(product: Product, tile: Tile, caps: DeviceCaps) -> float:
     walks = tile.blocks_per_sm > 0 or waves <= 1  # else a block ends, and the next begins with an empty ring
     x_reads = min(blocks, together * caps.sms) if tile.resident and walks else blocks
     x_bytes = x_reads * 2 * product.block_columns * product.k * block_segments(product, tile) // product.segments
-    few = product.bucket <= 8
+    few = product.few
     cost = 1 + (0.5 if few else 0.9) * (share - 1) + max(0.0, (0.4 if few else 0.1) * (wanted / flight - 1))
     cost += 0.5 * x_bytes / weight_bytes(product) + (0.03 if tile.split else 0)
     cost += 0 if tile.resident or tile.warpgroup else 0.15 if few else 0.4
-    cost += max(0.0, (0.02 if few else 0.06) * (16 - warps)) + (0 if walks else 0.05) + (0.05 if tile.mtiles == 1 else 0)
-    cost += 0.1 if tile.warps_k < min(4, product.slices) and product.bucket <= 8 else 0
+    cost += max(0.0, 0.02 * (14 - warps) if few else 0.06 * (16 - warps))
+    cost += (0 if walks else 0.05) + (0.05 if tile.mtiles == 1 else 0)
+    cost += 0.1 if tile.warps_k < min(4, product.slices) and few else 0
     return cost + 0.005 * (tile.mtiles + tile.warps_r) + (0.0003 * flight / 1024 if flight > 2 * wanted else 0)
 
 

@@ -94,11 +94,11 @@ def sent_tiles(op: Op, before: Sequence[Group]) -> exchange.Tiles | None:
     if not op.attrs["tiles"]:
         return None
     wanted = {op.inputs[name].value for name in ("partial", *peers_of(op))}
-    found = {(int(group.spec.params["tile_tokens"]), int(group.spec.params["tile_rows"])) for group in before
+    found = {exchange.tiles_of(group.spec) for group in before
              if group.operands.get("y", Ref("")).value in wanted and group.spec.params.get("push")}  # fmt: skip
     if len(found) != 1:
         raise IRError(f"op {op.kind} (layer {op.layer}): products send tiles of {len(found)} shapes, not of one")
-    return exchange.Tiles(*found.pop())
+    return found.pop()
 
 
 def exchange_and_norm(graph: OpGraph, node: int, norm: int, caps: DeviceCaps, before: Sequence[Group]) -> Group:

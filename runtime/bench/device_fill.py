@@ -19,7 +19,7 @@ from compiler.kernels.spec import KernelSpec
 from compiler.program.model import Arg, KernelImage
 from runtime.cuda.device import Device
 from runtime.cuda.driver import api, call
-from runtime.cuda.modules import Modules, PackedArgs
+from runtime.cuda.modules import Modules, PackedArgs, launch_kernel
 from runtime.vm.weights import MadeObjects, WeightStore
 
 BULK_BYTES = 12 * 16384  # shared memory of read_bulk: bulk_stages x bulk_piece of templates/include/ninferc/synth/fill.cuh
@@ -45,16 +45,8 @@ class ToolKernels:
         self._sms = device.info().sms
 
     def _launch(self, entry: str, blocks: int, threads: int, words: list[int], smem: int = 0) -> None:
-        driver = api()
         args = PackedArgs(tuple(Arg(str(i), "pointer", "absolute", word) for i, word in enumerate(words)), lambda a: a.offset)
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = smem
-        config.hStream = self.device.stream
-        config.numAttrs = 0
-        kernel = driver.CUfunction(int(self._modules.kernels[entry]))
-        call(driver.cuLaunchKernelEx(config, kernel, args.address, 0), f"kernel {entry}")
+        launch_kernel(self._modules.kernels[entry], self.device.stream, (blocks, 1, 1), threads, smem, args, f"kernel {entry}")
 
     def fill(self, address: int, nbytes: int, key: int, mask: int, add: int) -> None:
         """Words of the synthetic generator to device memory (asynchronous)."""

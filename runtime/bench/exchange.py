@@ -19,7 +19,7 @@ from compiler.emit.render import kernel_source
 from compiler.ir.op import Array, Attr, Op
 from compiler.ir.types import Ref, TensorType
 from compiler.kernels.control import rmsnorm_spec
-from compiler.kernels.exchange import Mail, Tiles, begin_spec, residual_spec
+from compiler.kernels.exchange import Mail, Tiles, begin_spec, residual_spec, tiles_of
 from compiler.kernels.linear_columns import Product, choose, spec_of
 from compiler.kernels.linear_rows import linear_rows
 from compiler.kernels.spec import DeviceCaps, KernelSpec
@@ -164,7 +164,7 @@ class _Products:
             store, push = "residual" if how == "without" else "bf16", 0 if how == "fused" else None
             first = linear_rows("BF16", store, WIDTH, INNER, self.columns, self.caps, push=push)
             if how == "fused":
-                tiles = Tiles(int(first.params["tile_tokens"]), int(first.params["tile_rows"]))
+                tiles = tiles_of(first)
         else:
             epilogue = {"fused": "push_f32", "unfused": "store_f32", "without": "residual"}[how]
             product = Product("BF16", WIDTH, INNER, self.columns, 1, epilogue)

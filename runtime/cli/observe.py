@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from compiler.explain.memory import amount
-from compiler.ir.op import Array
 from compiler.program.model import WORK, Phase, Program
-from runtime.backend import Backend
+from runtime.backend import Backend, BackendAround
 from runtime.cli.io import Diagnostics, Level
-from runtime.control import Ingress
 
 LOGGER = "ninferc"
 LEVEL_OF = {logging.DEBUG: Level.TRACE, logging.INFO: Level.DEBUG, logging.WARNING: Level.WARNING, logging.ERROR: Level.ERROR}
@@ -103,15 +101,12 @@ def describe(say: Diagnostics, program: Program) -> None:
                  f"{amount(len(image.image))}", Level.TRACE)  # fmt: skip
 
 
-class ObservedBackend:
+class ObservedBackend(BackendAround):
     """``inner``, with its launches counted, and at trace level each of them said."""
 
     def __init__(self, inner: Backend, say: Diagnostics) -> None:
-        self.inner, self._say = inner, say
-        self.program: Program = inner.program
-        self.ring: Array = inner.ring
-        self.egress: Array = inner.egress
-        self.ingress: Ingress = inner.ingress
+        super().__init__(inner)
+        self._say = say
         self.launches: Counter[str] = Counter()
         self._last = time.monotonic()
 
@@ -127,21 +122,3 @@ class ObservedBackend:
     def said(self) -> str:
         """How often each graph was launched."""
         return ", ".join(f"{count} {phase}" for phase, count in self.launches.items()) or "none"
-
-    def wait(self) -> None:
-        self.inner.wait()
-
-    def check(self) -> None:
-        self.inner.check()
-
-    def rank_egress(self, rank: int) -> Array:
-        return self.inner.rank_egress(rank)
-
-    def read(self, name: str, rank: int = 0) -> Array:
-        return self.inner.read(name, rank)
-
-    def read_activation(self, phase: str, name: str, rows: int) -> Array:
-        return self.inner.read_activation(phase, name, rows)
-
-    def close(self) -> None:
-        self.inner.close()

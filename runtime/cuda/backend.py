@@ -18,9 +18,9 @@ from compiler.passes.shard import at
 from compiler.program.model import DEVICE_REGIONS, EGRESS, EXCHANGE, RING, Arg, Phase, Placement, Program
 from runtime.control import Ingress
 from runtime.cuda.device import Device, PinnedBuffer
-from runtime.cuda.driver import DeviceError, api, call
+from runtime.cuda.driver import DeviceError
 from runtime.cuda.graph import EagerPhase, GraphPhase
-from runtime.cuda.modules import Modules, PackedArgs
+from runtime.cuda.modules import Modules, PackedArgs, launch_kernel
 from runtime.cuda.pointers import Span, check_pointers
 from runtime.cuda.self_test import choose
 from runtime.cuda.transport import STAGED, Exchange, Staging, mail_of, payload_bytes
@@ -188,20 +188,16 @@ class CudaBackend:
 
     def _arrange(self) -> None:
         """Bring weights into the order in which the program's kernels read them."""
-        driver, entry = api(), arrange_entry(self.program.caps.arch)
+        entry = arrange_entry(self.program.caps.arch)
         if entry not in self.program.kernels:
             return
-        spec, kernel = self.program.kernels[entry].spec, driver.CUfunction(int(self.modules.kernels[entry]))
+        spec = self.program.kernels[entry].spec
         for value, nbytes in arranged_weights(self.program.values.values()):
             device = self.devices[value.rank]
             words = Arg("words", "pointer", "absolute", self.address(self.program.placements[value.name]))
             args = PackedArgs((words, Arg("pieces", "int", number=nbytes // 16)), lambda arg: arg.offset)
             device.activate()
-            config = driver.CUlaunchConfig()
-            config.gridDimX, config.gridDimY, config.gridDimZ = spec.grid
-            config.blockDimX, config.blockDimY, config.blockDimZ = spec.block, 1, 1
-            config.hStream, config.numAttrs = device.stream, 0
-            call(driver.cuLaunchKernelEx(config, kernel, args.address, 0), f"kernel {entry}")
+            launch_kernel(self.modules.kernels[entry], device.stream, spec.grid, spec.block, spec.smem, args, f"kernel {entry}")
 
     def launch(self, phase: str) -> None:
         if self.exchange is not None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from compiler.program.model import Call, Phase
 from runtime.cuda.device import Device
 from runtime.cuda.driver import api, call
-from runtime.cuda.modules import Modules, PackedArgs, describe
+from runtime.cuda.modules import Modules, PackedArgs, describe, launch_kernel
 
 
 class StagingLike(Protocol):
@@ -105,19 +105,8 @@ class EagerPhase:
                     call(driver.cuMemcpyAsync(destination, source, nbytes, self._devices[rank].stream), "exchange copy")
                 self._settle()
             target.activate()
-            config = driver.CUlaunchConfig()
-            config.gridDimX, config.gridDimY, config.gridDimZ = item.grid
-            config.blockDimX, config.blockDimY, config.blockDimZ = item.block, 1, 1
-            config.sharedMemBytes = item.smem
-            config.hStream = target.stream
-            config.numAttrs = 0
-            if item.cluster != (1, 1, 1):
-                attribute = driver.CUlaunchAttribute()
-                attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-                attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = item.cluster
-                config.attrs, config.numAttrs = [attribute], 1
-            kernel = driver.CUfunction(int(self._modules.kernels[item.entry]))
-            call(driver.cuLaunchKernelEx(config, kernel, packed.address, 0), describe(item))
+            launch_kernel(self._modules.kernels[item.entry], target.stream, item.grid, item.block, item.smem, packed,
+                          describe(item), item.cluster)  # fmt: skip
 
     def _settle(self) -> None:
         for device in self._devices:

@@ -57,6 +57,25 @@ class PackedArgs:
         return ctypes.addressof(self._pointers)
 
 
+def launch_kernel(kernel: Any, stream: Any, grid: tuple[int, int, int], block: int, smem: int, args: PackedArgs, what: str,
+                  cluster: tuple[int, int, int] = (1, 1, 1)) -> None:  # fmt: skip
+    """Launch ``kernel`` (a CUkernel of Modules) on a stream of the current context, outside of any graph. Raises DeviceError
+    that names ``what``."""
+    driver = api()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = smem
+    config.hStream = stream
+    config.numAttrs = 0
+    if cluster != (1, 1, 1):
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster
+        config.attrs, config.numAttrs = [attribute], 1
+    call(driver.cuLaunchKernelEx(config, driver.CUfunction(int(kernel)), args.address, 0), what)
+
+
 def describe(item: Call) -> str:
     """A call for error messages: kernel and, where it has one, layer."""
     layer = item.ops[0].layer if item.ops else -1
