@@ -45,6 +45,7 @@ NINFERC_DEVICE void decode_eight(const u8* codes, const u8* high, const u8* scal
 #pragma unroll
   for (u32 i = 0; i < 8; ++i) {
     if constexpr (format == Format::nvfp4) out[i] = out[i] * Traits::unit / ld_nc<f32>(divisor);
+    else if constexpr (format == Format::fp8_row) out[i] = out[i] * fp8_value * scale;
     else out[i] *= scale;
   }
 }

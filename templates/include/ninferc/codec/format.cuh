@@ -36,7 +36,7 @@ struct FormatTraits {
     return padded * code_bytes_128 / 128;
   }
   // What one accumulated product of unpacked weights has to be multiplied by, besides scales and divisor (exact).
-  static constexpr f32 unit = format == Format::nvfp4 ? 128.0f : 1.0f;
+  static constexpr f32 unit = format == Format::nvfp4 ? 128.0f : format == Format::fp8_row ? 0x1p60f : 1.0f;
 };
 
 // Offset of the scale of (row, group of 16 columns) in the nvfp4 scale plane (storage-layouts.md section 3).

@@ -9,7 +9,9 @@
 //
 // A product does not care about the order as long as both operands have the same: order_columns<format> brings eight
 // activations into it.  Integer codes come out as exact small integers (scales belong on sums), e4m3 codes as their exact
-// value, nvfp4 codes times their group scale as an exact bf16 (E2M1 x E4M3 has at most 6 significant bits), times 2^-7.
+// value times 2^-120, nvfp4 codes times their group scale as an exact bf16 (E2M1 x E4M3 has at most 6 significant bits),
+// times 2^-7.  So that products of e4m3 codes stay far from the ends of f32, order_columns makes their activations larger by
+// 2^60 (those of 2^68 and more become infinite), and 2^60 are left for the sum.
 #pragma once
 #include <ninferc/base/types.cuh>
 #include <ninferc/base/vec.cuh>
@@ -62,16 +64,20 @@ NINFERC_DEVICE void unpack_w8(u32 first, u32 second, u32 (&out)[4]) {
   }
 }
 
-// Two words of four e4m3 codes.  Their exponent and mantissa fields, moved to those of bf16, read as value * 2^-120.
+// Two words of four e4m3 codes.  Their exponent and mantissa fields, moved to those of bf16, read as value * 2^-120 (below
+// 2^-6 times that: subnormal, which matrix instructions take as they are); a multiplication that makes up for it would cost
+// a fifth of the instructions of a product.
 NINFERC_DEVICE void unpack_fp8(u32 first, u32 second, u32 (&out)[4]) {
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) {
     const u32 word = i < 2 ? first : second;
     const u32 sign = i % 2 ? word : word << 8;
     const u32 magnitude = (i % 2 ? word >> 4 : word << 4) & 0x07f007f0u;
-    out[i] = hmul2_bf16(codec::and_or(sign, 0x80008000u, magnitude), 0x7b807b80u);
+    out[i] = codec::and_or(sign, 0x80008000u, magnitude);
   }
 }
+constexpr u32 fp8_activation = 0x5d805d80u;  // 2^60, twice
+constexpr f32 fp8_value = 0x1p120f;
 
 // Two e4m3 group scales (low byte first, no sign) as two packed pairs scale * 2^119, each in both halves.
 NINFERC_DEVICE void unpack_nvfp4_scales(u32 scales, u32& first, u32& second) {
@@ -102,8 +108,12 @@ NINFERC_DEVICE u32x4 order_columns(u32x4 x) {
     return x;
   } else if constexpr (FormatTraits<format>::nibbles) {
     return u32x4{prmt(x.x, x.z, 0x5410), prmt(x.x, x.z, 0x7632), prmt(x.y, x.w, 0x5410), prmt(x.y, x.w, 0x7632)};
-  } else {
+  } else if constexpr (format == Format::w8g32) {
     return u32x4{prmt(x.x, x.y, 0x5410), prmt(x.x, x.y, 0x7632), prmt(x.z, x.w, 0x5410), prmt(x.z, x.w, 0x7632)};
+  } else {
+    const u32x4 w = order_columns<Format::w8g32>(x);
+    return u32x4{hmul2_bf16(w.x, fp8_activation), hmul2_bf16(w.y, fp8_activation), hmul2_bf16(w.z, fp8_activation),
+                 hmul2_bf16(w.w, fp8_activation)};
   }
 }
 

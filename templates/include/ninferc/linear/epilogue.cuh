@@ -54,8 +54,8 @@ struct LinearEpilogue {
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
         const f32 scale = bf16_to_f32(ld_nc<bf16>(args.scales + 2 * u64(weight_row(m, half))));
-        v[2 * half] *= scale;
-        v[2 * half + 1] *= scale;
+        v[2 * half] = v[2 * half] * G::Traits::unit * scale;
+        v[2 * half + 1] = v[2 * half + 1] * G::Traits::unit * scale;
       }
     } else if constexpr (G::format == Format::nvfp4) {
       const f32 divisor = ld_nc<f32>(args.divisor);
