@@ -102,7 +102,7 @@ class Product:
 class Tile:
     """How it is computed: see geometry.cuh. ``blocks_per_sm``: resident blocks that the grid is sized for (0: one block
     per tile). ``split``: a block computes one segment. ``release``: when dependents may start: early, late or end.
-    ``warpgroup``: products of four warps at once (warpgroup.cuh)."""
+    ``warpgroup``: products of four warps at once (warpgroup.cuh). ``mixed``: gate and up rows share a matrix tile."""
 
     mtiles: int
     warps_r: int
@@ -113,6 +113,7 @@ class Tile:
     split: bool = False
     release: str = "late"
     warpgroup: bool = False
+    mixed: bool = False
 
 
 def slices_of(k_segment: int) -> int:
@@ -129,7 +130,7 @@ def block_segments(product: Product, tile: Tile) -> int:
 
 def pair_of(product: Product, tile: Tile) -> int:
     """Warps that make one tile together: two where gate and up tile go to neighbouring warps."""
-    return 2 if product.epilogue == "swiglu" and tile.mtiles == 1 else 1
+    return 2 if product.epilogue == "swiglu" and tile.mtiles == 1 and not tile.mixed else 1
 
 
 def teams_of(product: Product, tile: Tile) -> int:
@@ -149,6 +150,8 @@ def sharers_of(product: Product, tile: Tile) -> int:
 
 def tiles_of(product: Product, tile: Tile) -> int:
     """Tiles of the product."""
+    if tile.mixed:
+        return ceil(product.outputs / 8)
     return ceil(product.row_tiles * (2 if product.epilogue == "swiglu" else 1) / (tile.mtiles * pair_of(product, tile)))
 
 
@@ -227,6 +230,8 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
         return False
     if tile.warpgroup and not _warpgroup_fits(product, tile, caps):
         return False
+    if tile.mixed and (product.epilogue != "swiglu" or tile.mtiles != 1 or tile.warpgroup):
+        return False
     smem = shared_bytes(product, tile)
     return smem <= caps.smem_block and max(1, tile.blocks_per_sm) * (smem + 1024) <= caps.smem_sm
 
@@ -243,17 +248,18 @@ def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
     """All legal tiles of a wide net."""
     release = "early" if weight_bytes(product) < EARLY_RELEASE else "late"
     few = product.few
-    sizes = (1, 2) if product.epilogue != "swiglu" else (2, 4) if few else (1, 2, 4)
+    swiglu = product.epilogue == "swiglu"
+    sizes = [(1, False), (2, False)] if not swiglu else [(1, few), (2, False), (4, False)]  # matrix tiles, mixed
     for split in (False, True) if product.segments > 1 else (False,):
         all_slices = product.slices * (1 if split else product.segments)
         spread = [k for k in range(all_slices, 0, -1) if all_slices % k == 0]
         for warps_r, warps_k, stages, blocks in itertools.product(range(1, 21), spread, (2, 3, 4, 6), (0, 1, 2, 3)):
             if warps_r * warps_k > 24 or (few and warps_r > (6 if warps_k > 1 else 12)):
                 continue
-            for mtiles in sizes:
+            for mtiles, mixed in sizes:
                 for resident in (True, False) if product.bucket <= 16 else (False,):
                     for warpgroup in (False, True) if caps.wgmma and not few else (False,):
-                        tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, split, release, warpgroup)
+                        tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, split, release, warpgroup, mixed)
                         if registers_fit(product, tile) and fits(product, tile, caps):
                             yield tile
 
@@ -355,7 +361,8 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         params={"format": product.kernel_format, "n": product.n, "k": product.k, "bucket": product.block_columns,
                 "column_blocks": product.bucket // product.block_columns, "segments": product.segments,
                 "slices": product.slices, "mtiles": tile.mtiles, "warps_r": tile.warps_r, "warps_k": tile.warps_k,
-                "stages": tile.stages, "resident": tile.resident, "split": tile.split, "warpgroup": tile.warpgroup,
+                "stages": tile.stages, "resident": tile.resident, "split": tile.split, "mixed": tile.mixed,
+                "warpgroup": tile.warpgroup,
                 "norm": norm, "keep": product.keep, "epilogue": product.epilogue, "release": tile.release,
                 "threads": threads, "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
         grid=(blocks, 1, 1),

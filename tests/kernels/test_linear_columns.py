@@ -245,6 +245,23 @@ def test_rows_past_the_end_of_a_tile(kernel_backend: Any, format: str, mtiles: i
         check(kernel_backend, Product(format, 80, 128, 2, 1, "swiglu"), 6, Tile(mtiles, 2, 1, 3, mtiles == 2, 0))
 
 
+@pytest.mark.parametrize("format, outputs", [
+    ("BF16", 44), ("Q4G64_F16S", 40), ("Q5G64_F16S", 20), ("Q6G64_F16S", 12), ("W8G32_F16S", 36), ("NVFP4", 256),
+    ("FP8_E4M3FN_ROW_BF16S", 42),
+])  # fmt: skip
+@pytest.mark.parametrize("columns", [1, 4, 7])
+def test_gate_and_up_rows_in_one_matrix_tile(kernel_backend: Any, format: str, outputs: int, columns: int) -> None:
+    """Mixed tiles of eight outputs, the last cut short: the bits of gate and up tiles in turn."""
+    rng = np.random.default_rng(outputs + columns)
+    product = Product(format, 2 * outputs, 1280, columns, 1, "swiglu")
+    weights, x = random_weights(rng, format, 2 * outputs, 1280), activations(rng, columns, 1280)
+    plain = launch(kernel_backend, product, weights, x, Tile(2, 2, 1, 3, True, 0))
+    assert_close_to_fp64(plain, reference(product, weights, x), "bf16")
+    for i, tile in enumerate((Tile(1, 3, 2, 3, True, 1, mixed=True), Tile(1, 2, 1, 3, False, 0, mixed=True))):
+        spec = spec_of(product, tile, kernel_backend.caps(sms=1 + i))
+        assert np.array_equal(plain, launch_spec(kernel_backend, spec, product, weights, x, pad=8)), tile
+
+
 @pytest.mark.parametrize("columns", [1, 3, 8])
 def test_norm_prologue(kernel_backend: Any, columns: int) -> None:
     """The fused norm gives the bits of the stand-alone norm followed by the product."""

@@ -42,10 +42,10 @@ struct LinearEpilogue {
 
   // Outputs past the end are recognised in output_row; the weight rows that stand in for them are those of the copier.
   NINFERC_DEVICE u32 output_row(u32 group, u32 half) const {
-    return G::output_row(tile * G::subtiles + group, lane_id() / 4 + 8 * half);
+    return G::output_row(tile * G::subtiles + group, lane_id() / 4 + (G::mixed ? 0 : 8 * half));
   }
   NINFERC_DEVICE u32 weight_row(u32 m, u32 half) const {
-    return WeightCopier<G>::clamped(output_row(G::swiglu ? m / 2 : m, half)) + (G::swiglu && m % 2 ? G::n / 2 : 0);
+    return WeightCopier<G>::clamped(output_row(G::swiglu ? m / 2 : m, half)) + ((G::mixed ? half : G::swiglu && m % 2) ? G::n / 2 : 0);
   }
 
   // What all columns of a segment's sum share.
@@ -90,10 +90,10 @@ struct LinearEpilogue {
     store(v, up, group, t);
   }
 
-  // The outputs of a group of matrix tiles: one tile, or a gate and an up tile.
+  // The outputs of a group of matrix tiles: one tile, or a gate and an up tile (mixed: one tile, gate and up halves).
   NINFERC_DEVICE void store(const f32 (&v)[4], const f32 (&up)[4], u32 group, u32 t) const {
 #pragma unroll
-    for (u32 e = 0; e < 4; ++e) {
+    for (u32 e = 0; e < (G::mixed ? 2 : 4); ++e) {
       const u32 output = output_row(group, e / 2), column = t * 8 + lane_id() % 4 * 2 + e % 2;
       if (column >= args.columns || (!G::whole_rows && output >= G::outputs)) continue;
       const u64 at = u64(args.first_column + column) * args.y_stride + output;
@@ -102,7 +102,7 @@ struct LinearEpilogue {
         if constexpr (G::epilogue == Epilogue::push_f32) args.push.send(u64(args.first_column + column) * G::outputs + output, v[e]);
       } else {
         f32 value = v[e];
-        if constexpr (G::swiglu) value = silu_fast(v[e]) * up[e];
+        if constexpr (G::swiglu) value = silu_fast(v[e]) * (G::mixed ? v[e + 2] : up[e]);
         if constexpr (G::epilogue == Epilogue::residual)
           value += bf16_to_f32(ld_cg<bf16>(args.residual + u64(args.first_column + column) * args.residual_stride + output));
         st_global(static_cast<bf16*>(args.y) + at, f32_to_bf16(value));
@@ -115,7 +115,7 @@ struct LinearEpilogue {
 // values; every warp finishes some units.  The warps of a pair stand side by side: gate, then up.
 template <class G>
 struct SharedTotal {
-  static constexpr u32 group_tiles = G::swiglu ? 2 : 1;
+  static constexpr u32 group_tiles = G::group_tiles;
 
   static NINFERC_DEVICE void put(u32 sums, u32 member, const ChunkProduct<G>& product) {
 #pragma unroll
@@ -167,7 +167,7 @@ struct SharedTotal {
 // in registers of the warp that finishes the unit.
 template <class G>
 struct RoundTotal {
-  static constexpr u32 group_tiles = G::swiglu ? 2 : 1, tasks = G::subtiles * G::ntiles;
+  static constexpr u32 group_tiles = G::group_tiles, tasks = G::subtiles * G::ntiles;
   static constexpr u32 own = ceil_div(tasks, G::team_warps);
   static constexpr bool one_segment = G::block_segments == 1;
   f32 sum[own][group_tiles][4];  // of the segment
@@ -220,7 +220,7 @@ struct RoundTotal {
 // One warp computes all slices of its tile, one after the other, and adds them up in registers.
 template <class G>
 struct RegisterTotal {
-  static constexpr u32 group_tiles = G::swiglu ? 2 : 1;
+  static constexpr u32 group_tiles = G::group_tiles;
   f32 sum[G::mtiles][G::ntiles][4];    // of the segment; with one segment of everything
   static constexpr bool one_segment = G::block_segments == 1;
   f32 total[one_segment ? 1 : G::mtiles][one_segment ? 1 : G::ntiles][4];  // of the segments before

@@ -6,7 +6,8 @@
 // the tile or on the grid, and a half-K product with one segment has the bits of one segment of a product with two.
 //
 // Work.  A tile is `mtiles` matrix tiles of 16 weight rows (swiglu: gate and up rows alternate; with one matrix
-// tile per warp, two neighbouring warps take a gate and its up tile).  A block of warps_r x warps_k warps works on warps_r
+// tile per warp, two neighbouring warps take a gate and its up tile, or, `mixed`, the matrix tile has eight rows of each:
+// the smallest tile, dealt to multiprocessors most evenly).  A block of warps_r x warps_k warps works on warps_r
 // tiles, or on half as many pairs, at once, with the slices of each spread over warps_k warps; it walks over
 // tiles with the stride of the grid.  Each warp streams its weights through a ring of `stages` chunks in shared memory.  A
 // block has at most 32 columns: for more, `column_blocks` neighbouring blocks take the same tile, and all but one find its
@@ -23,7 +24,7 @@ enum class Epilogue : u32 { store, store_f32, push_f32, swiglu, residual };
 // When dependent kernels may start: at once (short kernels), with the block's last tile, or at the end of the kernel.
 enum class Release : u32 { early, late, end };
 
-// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, split, warpgroup
+// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, split, mixed, warpgroup
 // (warpgroup.cuh instead of columns.cuh), norm, keep (the normalised activations are stored as well), release.
 template <class Config>
 struct LinearGeometry : Config {
@@ -34,10 +35,13 @@ struct LinearGeometry : Config {
   static constexpr bool swiglu = Config::epilogue == Epilogue::swiglu;
 
   static constexpr u32 outputs = swiglu ? n / 2 : n;
-  static constexpr u32 pair = swiglu && mtiles == 1 ? 2 : 1;  // warps that make a tile together
-  static constexpr u32 subtiles = swiglu && pair == 1 ? mtiles / 2 : mtiles;  // 16 outputs each
-  static constexpr u32 tiles = ceil_div(outputs, 16 * subtiles);
-  static constexpr bool whole_rows = outputs % (16 * subtiles) == 0;
+  static constexpr bool mixed = Config::mixed;
+  static constexpr u32 pair = swiglu && mtiles == 1 && !mixed ? 2 : 1;  // warps that make a tile together
+  static constexpr u32 group_tiles = swiglu && !mixed ? 2 : 1;          // matrix tiles that make outputs together
+  static constexpr u32 subtile_rows = mixed ? 8 : 16;                   // outputs
+  static constexpr u32 subtiles = swiglu && pair == 1 && !mixed ? mtiles / 2 : mtiles;
+  static constexpr u32 tiles = ceil_div(outputs, subtile_rows * subtiles);
+  static constexpr bool whole_rows = outputs % (subtile_rows * subtiles) == 0;
   static constexpr u32 ntiles = ceil_div(Config::bucket, 8u);
   static constexpr u32 threads = 32 * warps_r * warps_k;
   static constexpr u32 teams = warps_r / pair, team_warps = warps_k * pair;  // a team works on one tile
@@ -86,7 +90,8 @@ struct LinearGeometry : Config {
   static_assert(all_slices % warps_k == 0, "every warp takes the same number of slices");
   static_assert(k % (8 * segments) == 0, "activations are read eight at a time");
   static_assert(segments == 1 || whole_x || !Traits::grouped_int, "segments of grouped integers are whole chunks");
-  static_assert(slices <= chunks && (!swiglu || (mtiles * pair % 2 == 0 && n % 2 == 0 && warps_r % pair == 0)), "no empty slice, gate with up");
+  static_assert(slices <= chunks && (!swiglu || (mtiles * pair % group_tiles == 0 && n % 2 == 0 && warps_r % pair == 0)), "no empty slice, gate with up");
+  static_assert(!mixed || (swiglu && mtiles == 1 && !Config::warpgroup), "gate and up rows mix in the one tile of a warp");
   static_assert(format != Format::nvfp4 || (outputs % 128 == 0 && 8 % subtiles == 0), "nvfp4 scales come in 128 rows");
   static_assert(Config::resident || Config::stages >= 3, "ordering activations takes one stage of the ring");
   static_assert(!Config::split || (segments > 1 && !swiglu && !Config::norm), "only rows of parallel parts are split");
@@ -95,11 +100,13 @@ struct LinearGeometry : Config {
                 "warpgroup products take one matrix tile per warp, whole chunks, scales on weights or on rows");
   static_assert(!Config::keep || (Config::norm && Config::column_blocks == 1), "normalised rows are stored whole");
 
-  // Weight row of row r (0..15) of 16-output subtile `subtile`.  nvfp4 takes four rows of each quarter of a block of 128,
-  // whose scales lie side by side.
+  // Weight row of output r of subtile `subtile`.  nvfp4 takes four rows (mixed: two) of each quarter of a block of 128, whose
+  // scales lie side by side.
   static NINFERC_DEVICE u32 output_row(u32 subtile, u32 r) {
-    if constexpr (format == Format::nvfp4) return subtile / 8 * 128 + r % 4 * 32 + subtile % 8 * 4 + r / 4;
-    else return subtile * 16 + r;
+    constexpr u32 of_block = 128 / subtile_rows;
+    if constexpr (format == Format::nvfp4)
+      return subtile / of_block * 128 + r % 4 * 32 + subtile % of_block * (subtile_rows / 4) + r / 4;
+    else return subtile * subtile_rows + r;
   }
   // First column of chunk `number` (counted over all segments), and the end of its segment.
   static NINFERC_DEVICE u32 chunk_begin(u32 number) {
@@ -114,7 +121,7 @@ struct LinearGeometry : Config {
   static constexpr u32 rows_of_mtile(u32 m) {
     return (swiglu ? m / 2 : m) * (format == Format::nvfp4 ? 4 : 16) + (swiglu && m % 2 ? n / 2 : 0);
   }
-  static constexpr u32 rows_of_half = format == Format::nvfp4 ? 2 : 8;
+  static constexpr u32 rows_of_half = mixed ? n / 2 : format == Format::nvfp4 ? 2 : 8;
 
   // Where eight consecutive activations, number q of a chunk, stand in it: step * 4 + lane % 4 of the fragment's owner.
   static NINFERC_DEVICE u32 piece_slot(u32 q) {

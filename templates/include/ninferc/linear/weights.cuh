@@ -38,6 +38,7 @@ struct WeightCopier {
     else return output < G::outputs ? output : G::outputs - 1;
   }
   NINFERC_DEVICE u32 weight_row(u32 m, u32 r) const {
+    if constexpr (G::mixed) return clamped(G::output_row(first_subtile, r % 8)) + r / 8 * (G::n / 2);
     const u32 subtile = first_subtile + (G::swiglu ? m / 2 : m);
     return clamped(G::output_row(subtile, r)) + (G::swiglu && (m + side) % 2 ? G::n / 2 : 0);
   }
@@ -54,7 +55,9 @@ struct WeightCopier {
     }
     if constexpr (format == Format::nvfp4) {
       const u32 offset = lane * (4 * G::mtiles), inside = offset % 128;
-      scales_at = scales + nvfp4_scale_offset(weight_row(offset / 128, 0), begin / 16 + inside / 64 * 4, G::k) + inside % 64;
+      constexpr u32 together = G::mixed ? 32 : 64;  // bytes side by side: of the rows of one kind, for 64 columns
+      const u32 row = weight_row(offset / 128, inside % 64 / together * 8);
+      scales_at = scales + nvfp4_scale_offset(row, begin / 16 + inside / 64 * 4, G::k) + inside % together;
     } else if constexpr (G::Traits::grouped_int) {
       const u32 row = lane % (G::mtiles * 16);
       scales_at = scales + u64(weight_row(row / 16, row % 16)) * (G::groups * 2) + number * G::scale_row;
