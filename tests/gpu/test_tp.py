@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import artifacts
 from compiler.driver import CompileOptions, compile_program
 from compiler.program.model import Program
 from runtime.bench.exchange import bench, bench_fused
@@ -27,13 +28,21 @@ from runtime.cuda.self_test import choose, self_test
 from runtime.cuda.transport import TRANSPORTS, peer_access
 from runtime.lockstep import CheckedBackend
 from runtime.session import EngineFault, Request, Sampling, Session
+from runtime.vm.weights import WeightStore
 from tests import card, models
+from tests.tp.equality import SAMPLED, SPLITS, deep_artifact, deep_store, tokens_and_logits
 
 Pair = tuple[int, int]
 PAIRS = [pytest.param((0, 0), marks=pytest.mark.gpu, id="0,0"), pytest.param((0, 1), marks=pytest.mark.gpu2, id="0,1")]
 OPTIONS: dict[str, Any] = {"max_context": 512, "max_concurrency": 8, "prefill_chunk": 128,
                            "pairs": ((1, 1), (1, 4), (1, 8), (8, 1), (8, 8))}  # fmt: skip
-SAMPLED = Sampling(0.9, 0.95, 20, 0.0, 1.0, 0.2, seed=7)
+DEEP = "deep"  # the model of tests/tp/equality.py
+
+
+def model(name: str) -> tuple[artifacts.Artifact, WeightStore]:
+    if name == DEEP:
+        return deep_artifact(), deep_store()
+    return models.artifact(name, "bf16"), models.store(name, "bf16")
 
 
 @pytest.fixture(params=PAIRS)
@@ -65,7 +74,7 @@ def compiled(pair: Pair, name: str, tp: int, **options: Any) -> Program:
         share = rank_caps(devices)
     caps = card.target(share)
     with card.alone():
-        return compile_program(models.artifact(name, "bf16"), replace(caps, sms=min(caps.sms, share.sms)),
+        return compile_program(model(name)[0], replace(caps, sms=min(caps.sms, share.sms)),
                                CompileOptions(tp=tp, **(OPTIONS | options)))  # fmt: skip
 
 
@@ -74,30 +83,11 @@ def opened(pair: Pair, name: str, tp: int, transport: str = "auto", eager: bool 
            **options: Any) -> Iterator[CudaBackend]:  # fmt: skip
     """One rank runs on the pair's device number ``device``."""
     places = list(pair) if tp == 2 else [pair[device]]
-    backend = CudaBackend(compiled(pair, name, tp, **options), models.store(name, "bf16"), places, eager, transport=transport)
+    backend = CudaBackend(compiled(pair, name, tp, **options), model(name)[1], places, eager, transport=transport)
     try:
         yield backend
     finally:
         backend.close()
-
-
-def tokens_and_logits(backend: Any, columns: int, lanes: int, sampling: Sampling) -> tuple[list[int], bytes]:
-    """Of one request on lane 0 among ``lanes``, all ranks compared after each step; the logits are those of the last step."""
-    session = Session(CheckedBackend(backend), prefill="none", columns=columns, depth=0)
-    rng = random.Random(3)
-    session.submit(Request([rng.randrange(500) for _ in range(70)], 12, sampling=sampling), 0)
-    for lane in range(1, lanes):
-        session.submit(Request([rng.randrange(500) for _ in range(5 + lane)], 200), lane)
-    tokens: list[int] = []
-    logits = b""
-    while 0 in session._lanes:
-        for emission in session.advance():
-            if emission.lane == 0:
-                tokens.append(emission.token)
-                logits = session.logits(session.last_phase, 1).tobytes()
-    for lane in list(session._lanes):
-        session.cancel(lane)
-    return tokens, logits
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "penalties and seed"])
@@ -116,6 +106,21 @@ def test_one_value_over_ranks_lanes_columns_and_transports(pair: Pair, name: str
                 label = f"tp{tp} {transport} eager={eager} {options} {lanes}x{columns}"
                 results.setdefault((tuple(tokens), logits), []).append(label)
     assert len(results) == 1, list(results.values())
+
+
+def test_a_deep_model_has_one_value(pair: Pair) -> None:
+    """The equality hash on 48 layers in which every quantised format occurs: tp {1, 2}, 1 or 8 lanes, 1, 4, 8 columns, every
+    transport, 96 exchanges a token."""
+    options: dict[str, Any] = {"pairs": SPLITS, "score": False}
+    results: dict[tuple[tuple[int, ...], bytes], list[str]] = {}
+    for tp, transport in ((1, "auto"), *((2, transport) for transport in transports(pair))):
+        with opened(pair, DEEP, tp, transport, **options) as backend:
+            for lanes, columns in SPLITS:
+                tokens, logits = tokens_and_logits(backend, columns, lanes, SAMPLED)
+                results.setdefault((tuple(tokens), logits), []).append(f"tp{tp} {transport} {lanes}x{columns}")
+    assert len(results) == 1, list(results.values())
+    ((tokens, logits),) = results
+    assert len(set(tokens)) > 6 and len(set(np.frombuffer(logits, np.float32))) > 1000
 
 
 @pytest.mark.gpu2
