@@ -21,6 +21,7 @@ from runtime.cli.options import MaxContext, integer
 
 if TYPE_CHECKING:
     from runtime.bench.measure import Bench
+    from runtime.bench.memory import DeviceMemory
     from runtime.cuda.backend import CudaBackend
 
 Rows = list[dict[str, Any]]
@@ -62,6 +63,7 @@ def bench_command(
     from runtime.bench.device_fill import MINIMUM_READ_RATE
     from runtime.bench.environment import describe, gpu_state
     from runtime.bench.measure import Bench
+    from runtime.bench.memory import device_memory
     from runtime.bench.open import SHORT_PROMPT, open_for_bench
     from runtime.cli.options import WIRES
 
@@ -87,6 +89,7 @@ def bench_command(
         built = backend.program
         loaded = time.perf_counter()
         try:
+            memory = device_memory(backend)  # before anything that only measuring needs
             bench = Bench(backend, seed)
             record: dict[str, Any] = describe(backend.devices)
             record |= {
@@ -114,6 +117,7 @@ def bench_command(
             record["state_decode"] = [gpu_state(d.index) for d in backend.devices]
             if not skip_prefill:
                 rows += _prefill_rows(bench, name, contexts, repeats)
+            rows += _memory_rows(name, memory, device_memory(backend))
             record["state_after"] = [gpu_state(d.index) for d in backend.devices]
             record["rows"] = rows
         finally:
@@ -168,6 +172,21 @@ def _prefill_rows(bench: Bench, name: str, contexts: list[int], repeats: int) ->
                      "spread": [context / max(seconds), context / min(seconds)]})  # fmt: skip
     short = statistics.median(bench.first_token(20, max(repeats, 3)))
     rows.append({"case": f"{name} prompt20 first token", "metric": "time", "value": short * 1e3, "unit": "ms"})
+    return rows
+
+
+def _memory_rows(name: str, loaded: list[DeviceMemory], used: list[DeviceMemory]) -> Rows:
+    """Bytes per device against ``plan``, when loaded and after all graphs have run. What is taken must stay within the plan
+    and its allowance for the driver; what only measuring needs, its kernels above all, counts after use."""
+    from runtime.cli.capacity import DRIVER_BYTES
+
+    rows: Rows = []
+    for first, last in zip(loaded, used, strict=True):
+        values = {"planned": first.planned, "planned with the driver's own": first.planned + DRIVER_BYTES,
+                  "reserved": first.reserved, "taken when loaded": first.taken, "taken after use": last.taken,
+                  "resident": last.resident}  # fmt: skip
+        rows += [{"case": f"{name} memory device {first.index}", "metric": metric, "value": value, "unit": "B"}
+                 for metric, value in values.items()]  # fmt: skip
     return rows
 
 

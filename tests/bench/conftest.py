@@ -1,3 +1,3 @@
-"""No test touches the user's cache, and none inherits the driver that another made up."""
+"""No test touches the user's cache or inherits the driver that another made up; ``no_nvrtc`` for those that compile."""
 
-from tests.cli.conftest import private_cache  # noqa: F401
+from tests.cli.conftest import no_nvrtc, private_cache  # noqa: F401
