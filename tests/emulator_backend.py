@@ -115,7 +115,7 @@ class EmulatorBackend:
                 else:
                     late = {"transport": TRANSPORTS.index(self.transport), "slot_words": self.mail.words,
                             "slot_slices": self.mail.slices, "slot_bytes": self.mail.nbytes,
-                            "tiles": 2 * self.tiles}  # fmt: skip
+                            "apart": 1, "tiles": 2 * self.tiles}  # fmt: skip
                     arguments.append(late.get(arg.name, arg.number))
             if self.silent is None:
                 self._deliver(item, call)

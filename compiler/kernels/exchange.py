@@ -18,6 +18,7 @@ PART_VALUES = 1024  # values of a column that one block takes, where columns are
 PROTOCOL = ("sequence", "step", "ordinal", "outbox", "inbox", "hang", "transport", "slot_words", "slot_slices", "slot_bytes")
 KINDS = frozenset({"exchange_residual", "sample_merge"})
 LINE = 64  # bytes of a slice's number
+SETTLED = ("residual", "sequence", "step")  # what a kernel can take before its dependency wait
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,10 @@ def _parts(columns: int, width: int, sms: int) -> int:
 
 
 def residual_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps, norm: Op | None = None,
-                  tiles: Tiles | None = None) -> KernelSpec:  # fmt: skip
+                  tiles: Tiles | None = None, settled: bool = False) -> KernelSpec:  # fmt: skip
     """Exchange, sum and residual, with ``norm`` (an rmsnorm of the result) in the same kernel. ``tiles``: those that the
     products of both ranks send over some transports (argument ``tiles`` nonzero); over others the kernel sends all itself.
+    ``settled``: SETTLED are complete before a block can start (compiler/passes/early.py).
 
     All blocks that wait are resident at once (at most one per multiprocessor). Raises IRError."""
     _two_ranks(op)
@@ -149,15 +151,15 @@ def residual_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps, nor
     flags = "".join(letter for letter, on in zip("hpxsm", (host, peer, pushed, sparing, min_blocks > 1), strict=True) if on)
     return KernelSpec(
         entry=f"exchange_residual_h{width}_{wire}_p{parts}{flags}_r{op.rank}{'_norm' if norm else ''}"
-        f"{f'_m{tiles.rows}t{tiles.tokens}' if tiles else ''}_{_arch(caps)}",
+        f"{f'_m{tiles.rows}t{tiles.tokens}' if tiles else ''}{'_early' if settled else ''}_{_arch(caps)}",
         template="exchange_residual.cu.j2",
         params={"width": width, "parts": parts, "half": wire == "bf16", "first_rank": op.rank == 0, "norm": norm is not None,
                 "pushed": pushed, "host_slices": host, "peer_slices": peer, "sparing": sparing,
-                "min_blocks": min_blocks, "tile_tokens": tiles.tokens if tiles else 0,
+                "settled": settled, "min_blocks": min_blocks, "tile_tokens": tiles.tokens if tiles else 0,
                 "tile_rows": tiles.rows if tiles else 0},
         grid=(parts, rows, 2 if senders else 1), block=THREADS, smem=0,
-        args=(*arguments, "rows", "columns", *PROTOCOL, *(["tiles"] if tiles else [])),
-        scalars=scalars, waits_first=True,
+        args=(*arguments, "rows", "columns", *PROTOCOL, "apart", *(["tiles"] if tiles else [])),
+        scalars=scalars, waits_first=True, early=SETTLED if settled else (),
         reason=f"{wire} partial sums, {how}; {parts * rows} blocks wait{', norm behind it' if norm else ''}",
     )  # fmt: skip
 

@@ -134,7 +134,8 @@ def _exchange_begin(site: Site) -> KernelSpec:
 
 @family("exchange_residual")
 def _exchange_residual(site: Site) -> KernelSpec:
-    return exchange.residual_spec(site.op, site.types, site.caps, None, sent_tiles(site.op, site.before))
+    early = not site.prefill and site.settled(*exchange.SETTLED)
+    return exchange.residual_spec(site.op, site.types, site.caps, None, sent_tiles(site.op, site.before), early)
 
 
 @family("sample_candidates")

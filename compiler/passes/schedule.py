@@ -15,7 +15,7 @@ from compiler.program.model import WORK, Arg, Call, Phase, Placement
 
 CHANNEL = ("outbox", "inbox", "hang")  # of an exchange: the runtime knows where they lie
 # Numbers of the transport that the runtime chooses
-LATE = ("transport", "slot_words", "slot_slices", "slot_bytes", "tiles")
+LATE = ("transport", "slot_words", "slot_slices", "slot_bytes", "apart", "tiles")
 PLANES = ("codes", "high", "scales", "divisor")
 
 

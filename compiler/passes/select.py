@@ -104,7 +104,9 @@ def sent_tiles(op: Op, before: Sequence[Group]) -> exchange.Tiles | None:
 def exchange_and_norm(graph: OpGraph, node: int, norm: int, caps: DeviceCaps, before: Sequence[Group]) -> Group:
     """An exchange with the norm behind it; both results are stored."""
     op, behind = graph.op(node), graph.op(norm)
-    spec = exchange.residual_spec(op, graph.types(op), caps, behind, sent_tiles(op, before))
+    # prefill takes its number of rows, which the host writes, behind the wait
+    early = graph.phase != "prefill" and Site(graph, op, caps, before).settled(*exchange.SETTLED)
+    spec = exchange.residual_spec(op, graph.types(op), caps, behind, sent_tiles(op, before), early)
     extra = {"norm_w": behind.inputs["w"], "normed": behind.outputs["y"]}
     return Group(spec, (op, behind), (node, norm), operands(op) | extra, frozenset(), op.rank)
 

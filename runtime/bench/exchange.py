@@ -174,7 +174,8 @@ class _Products:
         if how == "without":
             return [(first, rmsnorm_spec(norm, {"x": row, "y": row}, self.caps))] * 2
         types, words = _types(self.columns, self.wire), how == "fused" and not self.chunk
-        return [(first, residual_spec(_op(rank, self.wire, words, tiles is not None), types, self.caps, norm, tiles))
+        return [(first, residual_spec(_op(rank, self.wire, words, tiles is not None), types, self.caps, norm, tiles,
+                                      settled=not self.chunk))
                 for rank in (0, 1)]  # fmt: skip
 
     def mail(self, links: Mapping[str, list[tuple[KernelSpec, ...]]]) -> Mail:

@@ -78,7 +78,8 @@ class Exchange:
     def __init__(self, devices: list[Device], mail: Mail, transport: str, tiles: bool | None = None) -> None:
         self.transport, self.mail, self.devices = transport, mail, devices
         sent = transport in TILES_OVER if tiles is None else tiles
-        self.tiles = 0 if not sent else 1 if devices[0].index == devices[1].index else 2
+        self.apart = devices[0].index != devices[1].index
+        self.tiles = (2 if self.apart else 1) if sent else 0
         self._hang = PinnedBuffer(HANG_BYTES)
         self.hang = self._hang.array.view(np.uint32)
         self._pinned: list[PinnedBuffer] = []  # read by rank r
@@ -110,7 +111,8 @@ class Exchange:
     def complete(self, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
         """Arguments with the numbers that depend on the transport and its memory."""
         late = {"transport": TRANSPORTS.index(self.transport), "slot_words": self.mail.words,
-                "slot_slices": self.mail.slices, "slot_bytes": self.mail.nbytes, "tiles": self.tiles}  # fmt: skip
+                "slot_slices": self.mail.slices, "slot_bytes": self.mail.nbytes,
+                "apart": int(self.apart), "tiles": self.tiles}  # fmt: skip
         return tuple(replace(arg, number=late[arg.name]) if arg.name in late else arg for arg in args)
 
     def lost(self) -> bool:

@@ -105,7 +105,7 @@ class Site:
             "normed": np.full((columns, width), 0xFFFF, np.uint16), "normed_stride": width, "rows": None,
             "sequence": np.array([base, 0, 0, 0], np.uint32), "step": np.zeros(4, np.int32), "outbox": self.outbox.array,
             "inbox": self.inbox.array, "hang": np.zeros(1, np.uint32), "transport": transport, "slot_words": mail.words,
-            "slot_slices": mail.slices, "slot_bytes": mail.nbytes, "tiles": 0}  # fmt: skip
+            "slot_slices": mail.slices, "slot_bytes": mail.nbytes, "apart": 1, "tiles": 0}  # fmt: skip
         self.slices = columns * parts
 
     def put(self, rank: int) -> None:
@@ -169,7 +169,7 @@ def test_sum(kernel_backend: Any, slices: Any, monkeypatch: pytest.MonkeyPatch, 
     target = kernel_backend.caps(sms=2 if norm else 132)  # few multiprocessors: a block walks over columns
     tiles = form == "tiles"
     spec = residual_spec(residual_op(rank, wire, ordinal, form == "pushed", tiles), types_of(columns, width, wire), target,
-                         NORM if norm else None, TILES if tiles else None)  # fmt: skip
+                         NORM if norm else None, TILES if tiles else None, settled=wire == "f32")  # fmt: skip
     assert spec.grid[0] == (2 if width == 2048 else 1) and spec.grid[1] == (2 if norm else columns)
     site = Site(columns, width, wire, base, transport, ordinal, parts=spec.grid[0])
     site.inbox.words(site.sequence + 1)[:] = as_words(site.parts[0].reshape(-1)[:1], site.sequence - 1, "f32")[0]  # old words
@@ -177,6 +177,7 @@ def test_sum(kernel_backend: Any, slices: Any, monkeypatch: pytest.MonkeyPatch, 
     site.put(rank)
     site.deliver(rank, form if form in ("slices", "tiles") else "words")
     site.args["tiles"] = {PEER: 1, HOST: 2, STAGED: 0}[transport] if tiles else 0
+    site.args["apart"] = rank
     launch(kernel_backend, spec, site.args)
     want = site.expected()
     assert np.array_equal(site.args["y"], want)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from compiler.driver import CompileOptions, compile_program
@@ -15,7 +17,8 @@ from compiler.ir.types import IRError
 from compiler.kernels import exchange
 from compiler.passes.coresident import check_coresident, waiting_blocks
 from compiler.program.io import to_json
-from compiler.program.model import EXCHANGE, Call, KernelImage, Program
+from compiler.program.model import EXCHANGE, Arg, Call, KernelImage, Program
+from runtime.cuda import transport
 from tests import models
 from tests.compile.instantiations import DENSE, artifact
 
@@ -29,6 +32,27 @@ def test_programs_keep_the_rule(sms: int) -> None:
     program = compile_program(models.artifact("dense-small"), caps("sm_90a", sms=sms), CompileOptions(**OPTIONS), images=False)
     waiting = [item for phase in program.phases.values() for item in phase.calls if waiting_blocks(item)]
     assert len(waiting) > 20 and max(waiting_blocks(item) for item in waiting) == min(sms, 128)
+
+
+def test_exchanges_of_decode_begin_ahead_of_their_wait() -> None:
+    """Behind a product that waits first everything but its sums is complete; a chunk of prefill learns its rows later."""
+    program = compile_program(models.artifact("dense-small"), caps("sm_90a"), CompileOptions(**OPTIONS), images=False)
+    for name, phase in program.phases.items():
+        specs = [program.kernels[item.entry].spec for item in phase.calls
+                 if any(op.kind == "exchange_residual" for op in item.ops)]  # fmt: skip
+        assert specs and all(bool(spec.early) == (spec.params["settled"] is True) for spec in specs)
+        assert all(bool(spec.early) == name.startswith("decode") for spec in specs), name
+
+
+@pytest.mark.parametrize(("indices", "apart"), [((0, 0), 0), ((0, 1), 1)])
+def test_dependents_begin_early_only_where_each_rank_has_a_device(indices: tuple[int, int], apart: int,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """On one device they could take the room of the product that an exchange waits for."""
+    pinned = SimpleNamespace(array=np.zeros(64, np.uint8), address=1 << 20)
+    monkeypatch.setattr(transport, "PinnedBuffer", lambda size: pinned)
+    devices: Any = [SimpleNamespace(index=i, allocate=lambda *_: 4096, synchronize=lambda: None) for i in indices]
+    made = transport.Exchange(devices, exchange.Mail(16, 1, 256), transport.PEER)
+    assert [arg.number for arg in made.complete((Arg("apart", "int"), Arg("tiles", "int")))] == [apart, 1 + apart]
 
 
 def test_the_pass_is_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ template <bool first>
 struct Config {
   static constexpr u32 width = %(width)d, parts = %(parts)d;
   static constexpr bool half = %(half)s, first_rank = first, norm = false, pushed = false;
-  static constexpr bool host_slices = %(slices)s, peer_slices = %(slices)s, sparing = %(sparing)s;
+  static constexpr bool host_slices = %(slices)s, peer_slices = %(slices)s, sparing = %(sparing)s, settled = false;
   static constexpr u32 tile_tokens = %(tiles)s ? 2 : 0, tile_rows = %(tiles)s ? 64 : 0;
 };
 
@@ -87,8 +87,8 @@ NINFERC_KERNEL(pair, 256, 1)(const u8* partial, const bf16* residual, bf16* y, c
       send_tiles<S>({channel.outbox, sequence + 4 * rank, step + 4 * rank, i, transport, slot_words, slot_slices, slot_bytes,
                      1},
                     static_cast<const u8*>(rows.partial), columns, blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
-    else if (rank == 0) exchange::residual<Config<true>>(channel, rows, exchange::NormRows{}, gain, site, nullptr);
-    else exchange::residual<Config<false>>(channel, rows, exchange::NormRows{}, gain, site, nullptr);
+    else if (rank == 0) exchange::residual<Config<true>>(channel, rows, exchange::NormRows{}, gain, site, true, nullptr);
+    else exchange::residual<Config<false>>(channel, rows, exchange::NormRows{}, gain, site, true, nullptr);
     between_kernels(arrived + rank, blocks, i);
   }
 }

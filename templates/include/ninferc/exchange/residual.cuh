@@ -32,7 +32,8 @@ struct Site {
 
 // Config: width; parts (blocks of one column); half (bf16 travels); first_rank; norm (of the result, parts = 1); pushed (the
 // product that made the partial sums has sent them, as words); host_slices, peer_slices (the payload travels as slices there);
-// sparing (so many words that failed probes of host memory would hold up the data); tile_tokens, tile_rows (of a product that can
+// sparing (so many words that failed probes of host memory would hold up the data); settled (sequence, step and residual are
+// complete when a block starts, and are taken before the dependency wait); tile_tokens, tile_rows (of a product that can
 // send its tiles: columns and values of a column that one holds; else 0).
 template <class Config>
 struct ResidualShape : Config {
@@ -155,10 +156,28 @@ NINFERC_DEVICE void receive_pairs(const Channel& channel, const Site& site, u32 
 
 // Every block that waits is resident, and waits for what the same block of the peer sends before it waits (or for a sender
 // that never waits), so no order of blocks can lock the ranks against each other. `parts`: shared memory of the norm.
+//
+// `apart`: each rank has a device. Dependents then start as soon as all blocks have, and fetch their weights while these wait
+// for the other rank. On one device they start when the wait is over: they could take the room that the other rank's product
+// needs, for which these blocks wait.
 template <class Config>
 NINFERC_DEVICE void residual(const Channel& channel, const Rows& rows, const NormRows& norm,
-                             const u32 (&gain)[ResidualShape<Config>::rounds], const Site& site, f32* parts) {
+                             const u32 (&gain)[ResidualShape<Config>::rounds], const Site& site, bool apart, f32* parts) {
   using S = ResidualShape<Config>;
+  u32 old[S::rounds];
+  const auto load_residual = [&](u32 column) {
+    const bf16* row = rows.residual + u64(column) * rows.residual_stride + site.part * S::pairs * 2;
+#pragma unroll
+    for (u32 j = 0; j < S::rounds; ++j) {
+      const u32 i = threadIdx.x + j * residual_threads;
+      if (i < S::pairs) old[j] = ld_global<u32>(row + 2 * i);
+    }
+  };
+  if constexpr (S::settled) {
+    if (!site.sender && site.column < rows.columns) load_residual(site.column);
+    grid_dependency_wait();
+  }
+  if (apart) grid_launch_dependents();
   if constexpr (S::slices) {
     if (site.sender) {
       if (S::in_slices(channel.transport) && !site.tiles) send_slices<S>(channel, rows, site);
@@ -171,9 +190,8 @@ NINFERC_DEVICE void residual(const Channel& channel, const Rows& rows, const Nor
   u32 held = ~0u;
   for (u32 column = site.column; column < rows.columns; column += site.columns_step) {
     const u8* partial = S::partial(rows, site, column);
-    const bf16* old_row = rows.residual + u64(column) * rows.residual_stride + site.part * S::pairs * 2;
     typename S::Pair own[S::rounds], theirs[S::rounds];
-    u32 old[S::rounds], sum[S::rounds];
+    u32 sum[S::rounds];
 #pragma unroll
     for (u32 j = 0; j < S::rounds; ++j) {
       const u32 i = thread + j * residual_threads;
@@ -187,14 +205,10 @@ NINFERC_DEVICE void residual(const Channel& channel, const Rows& rows, const Nor
         if (i < S::pairs) channel.send((S::place(site, column) + i) * each, S::words_of(channel, own[j]));
       }
     }
-#pragma unroll
-    for (u32 j = 0; j < S::rounds; ++j) {
-      const u32 i = thread + j * residual_threads;
-      if (i < S::pairs) old[j] = ld_global<u32>(old_row + 2 * i);
-    }
+    if (!S::settled || column != site.column) load_residual(column);
     receive_pairs<S>(channel, site, column, held, theirs);
     const bool last = rows.columns - column <= site.columns_step;
-    if (last) grid_launch_dependents();
+    if (last && !apart) grid_launch_dependents();
 #pragma unroll
     for (u32 j = 0; j < S::rounds; ++j) {
       const u32 i = thread + j * residual_threads;
