@@ -38,6 +38,7 @@ CHUNK = 128
 X_TILES = 3  # chunks of activations that warpgroup products keep
 MAX_SLICES = 8
 EARLY_RELEASE = 24 << 20  # weights below this many bytes: a short kernel
+MAX_CLUSTER = 8  # blocks, by the architecture (compiler/passes/coresident.py counts on it)
 MIN_CHUNKS = 5  # chunks of a slice below which its share of the final sum costs too much
 
 
@@ -102,7 +103,8 @@ class Product:
 class Tile:
     """How it is computed: see geometry.cuh. ``blocks_per_sm``: resident blocks that the grid is sized for (0: one block
     per tile). ``split``: a block computes one segment. ``release``: when dependents may start: early, late or end.
-    ``warpgroup``: products of four warps at once (warpgroup.cuh). ``mixed``: gate and up rows share a matrix tile."""
+    ``warpgroup``: products of four warps at once (warpgroup.cuh). ``mixed``: gate and up rows share a matrix tile.
+    ``clustered``: split, and the blocks of a tile are a cluster whose sums meet in shared memory (meeting.cuh)."""
 
     mtiles: int
     warps_r: int
@@ -114,6 +116,7 @@ class Tile:
     release: str = "late"
     warpgroup: bool = False
     mixed: bool = False
+    clustered: bool = False
 
 
 def slices_of(k_segment: int) -> int:
@@ -170,7 +173,9 @@ def shared_bytes(product: Product, tile: Tile) -> int:
         x = tile.stages * tile.warps_k * product.block_columns * 320
     norm = product.block_columns * 36 if product.norm else 0
     ring = ceil((x + norm) / 128) * 128 + tile.warps_r * tile.warps_k * tile.stages * stage
-    return ring + teams_of(product, tile) * sums * (2 if tile.resident else 1)
+    places = ceil(units_of(product, tile) / product.segments) if tile.clustered else 0
+    meeting = places * ((product.segments - 1) * 512 + 8)
+    return ring + teams_of(product, tile) * (sums * (2 if tile.resident else 1) + meeting)
 
 
 def registers_fit(product: Product, tile: Tile) -> bool:
@@ -228,12 +233,21 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
         return False
     if tile.split and (product.segments == 1 or product.epilogue == "swiglu" or product.norm):
         return False
+    if tile.clustered and not _cluster_fits(product, tile, caps):
+        return False
     if tile.warpgroup and not _warpgroup_fits(product, tile, caps):
         return False
     if tile.mixed and (product.epilogue != "swiglu" or tile.mtiles != 1 or tile.warpgroup):
         return False
     smem = shared_bytes(product, tile)
     return smem <= caps.smem_block and max(1, tile.blocks_per_sm) * (smem + 1024) <= caps.smem_sm
+
+
+def _cluster_fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
+    """What blocks that meet in shared memory ask of a tile: they are its segments alone, and walk over no other tile."""
+    if not caps.clusters or not tile.split or tile.blocks_per_sm:
+        return False
+    return product.bucket == product.block_columns and product.segments <= MAX_CLUSTER
 
 
 def _warpgroup_fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
@@ -250,7 +264,8 @@ def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
     few = product.few
     swiglu = product.epilogue == "swiglu"
     sizes = [(1, False), (2, False)] if not swiglu else [(1, few), (2, False), (4, False)]  # matrix tiles, mixed
-    for split in (False, True) if product.segments > 1 else (False,):
+    meetings = ((False, False), (True, False), (True, True)) if product.segments > 1 else ((False, False),)
+    for split, clustered in meetings:
         all_slices = product.slices * (1 if split else product.segments)
         spread = [k for k in range(all_slices, 0, -1) if all_slices % k == 0]
         for warps_r, warps_k, stages, blocks in itertools.product(range(1, 21), spread, (2, 3, 4, 6), (0, 1, 2, 3)):
@@ -259,7 +274,8 @@ def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
             for mtiles, mixed in sizes:
                 for resident in (True, False) if product.bucket <= 16 else (False,):
                     for warpgroup in (False, True) if caps.wgmma and not few else (False,):
-                        tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, split, release, warpgroup, mixed)
+                        tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, split, release, warpgroup, mixed,
+                                    clustered)  # fmt: skip
                         if registers_fit(product, tile) and fits(product, tile, caps):
                             yield tile
 
@@ -284,7 +300,7 @@ def _slowdown(product: Product, tile: Tile, caps: DeviceCaps) -> float:
     x_bytes = x_reads * 2 * product.block_columns * product.k * block_segments(product, tile) // product.segments
     few = product.few
     cost = 1 + (0.5 if few else 0.9) * (share - 1) + max(0.0, (0.4 if few else 0.1) * (wanted / flight - 1))
-    cost += 0.5 * x_bytes / weight_bytes(product) + (0.03 if tile.split else 0)
+    cost += 0.5 * x_bytes / weight_bytes(product) + (0.015 if tile.clustered else 0.03 if tile.split else 0)
     cost += 0 if tile.resident or tile.warpgroup else 0.15 if few else 0.4
     cost += max(0.0, 0.02 * (14 - warps) if few else 0.06 * (16 - warps))
     cost += (0 if walks else 0.05) + (0.05 if tile.mtiles == 1 else 0)
@@ -344,7 +360,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
     if product.epilogue == "residual":
         args += ["residual", "residual_stride"]
     scratch: dict[str, int] = {}
-    if tile.split:
+    if tile.split and not tile.clustered:
         units = tiles_of(product, tile) * units_of(product, tile) * (product.bucket // product.block_columns)
         scratch = {"partials": product.segments * units * 512, "arrivals": units * 4}
         args += scratch
@@ -361,8 +377,8 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         params={"format": product.kernel_format, "n": product.n, "k": product.k, "bucket": product.block_columns,
                 "column_blocks": product.bucket // product.block_columns, "segments": product.segments,
                 "slices": product.slices, "mtiles": tile.mtiles, "warps_r": tile.warps_r, "warps_k": tile.warps_k,
-                "stages": tile.stages, "resident": tile.resident, "split": tile.split, "mixed": tile.mixed,
-                "warpgroup": tile.warpgroup,
+                "stages": tile.stages, "resident": tile.resident, "split": tile.split, "clustered": tile.clustered,
+                "mixed": tile.mixed, "warpgroup": tile.warpgroup,
                 "norm": norm, "keep": product.keep, "epilogue": product.epilogue, "release": tile.release,
                 "threads": threads, "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
         grid=(blocks, 1, 1),
@@ -371,14 +387,15 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         args=tuple(args),
         scalars=scalars,
         scratch=scratch,
-        zeroed=frozenset({"arrivals"}) if tile.split else frozenset(),
+        zeroed=frozenset({"arrivals"}) & scratch.keys(),
+        cluster=(product.segments if tile.clustered else 1, 1, 1),
         waits_first=True,
         published=("normed",) if product.keep else (),
         reason=f"{'warpgroup products, ' if tile.warpgroup else ''}{blocks} blocks of {tile.warps_r} x {tile.warps_k} warps, "
         f"{16 * tile.mtiles * pair_of(product, tile)} rows a tile, K in "
         f"{product.segments * product.slices} slices, {tile.stages} stages, activations "
-        f"{'resident' if tile.resident else 'streamed'}{', a segment per block' if tile.split else ''}, dependents released "
-        f"{tile.release}",
+        f"{'resident' if tile.resident else 'streamed'}{', a segment per block' if tile.split else ''}"
+        f"{', segments meet in a cluster' if tile.clustered else ''}, dependents released {tile.release}",
     )
 
 

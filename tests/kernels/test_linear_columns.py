@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,13 @@ H200 = caps("sm_90a")
 EPS = 1e-6
 # An FP32 output carries the error of its own sum, which an output rounded to bf16 hides.
 F32_FACTOR = 60.0
+
+
+def label(value: Product | Tile) -> str:
+    """Of a test's parameter."""
+    if isinstance(value, Product):
+        return f"{value.kernel_format}-{value.n}x{value.k}-c{value.columns}-s{value.segments}-{value.epilogue}"
+    return f"{value.mtiles}x{value.warps_r}x{value.warps_k}"
 
 
 def activations(rng: np.random.Generator, columns: int, k: int) -> Array:
@@ -130,7 +138,9 @@ def test_half_k_launches_add_up_to_the_full_product(kernel_backend: Any, format:
     y = launch(kernel_backend, full, weights, x, residual=residual)
     assert_close_to_fp64(y, reference(full, weights, x, residual), "bf16")
     split = Tile(1, 1, 2, 3, True, 0, split=True)
-    assert np.array_equal(y, launch(kernel_backend, full, weights, x, split, residual))
+    for tile in (split, replace(split, clustered=True)):
+        if fits(full, tile, kernel_backend.caps()):
+            assert np.array_equal(y, launch(kernel_backend, full, weights, x, tile, residual)), tile
     half = replace(full, k=1280, segments=1, epilogue="store_f32")
     first, second = (
         launch(kernel_backend, half, weights.columns(b, b + 1280), np.ascontiguousarray(x[:, b : b + 1280]))
@@ -160,7 +170,7 @@ def test_bits_do_not_depend_on_the_tile(kernel_backend: Any, format: str, column
 
 @pytest.mark.parametrize("tile", [
     Tile(1, 2, 2, 3, True, 0), Tile(1, 2, 1, 3, True, 1, split=True), Tile(2, 1, 2, 3, False, 0, split=True),
-    Tile(1, 3, 1, 3, False, 1, split=True), Tile(1, 4, 4, 3, False, 0),
+    Tile(1, 3, 1, 3, False, 1, split=True), Tile(1, 4, 4, 3, False, 0), Tile(1, 2, 2, 3, True, 0, split=True, clustered=True),
 ])  # fmt: skip
 @pytest.mark.parametrize("columns", [3, 40])
 def test_bits_do_not_depend_on_who_computes_a_segment(kernel_backend: Any, tile: Tile, columns: int) -> None:
@@ -170,10 +180,42 @@ def test_bits_do_not_depend_on_who_computes_a_segment(kernel_backend: Any, tile:
     weights, x = random_weights(rng, product.format, 80, 2560), activations(rng, columns, 2560)
     residual = activations(rng, columns, 80)
     if not fits(product, tile, target):
-        pytest.skip("the activations of 32 columns are not resident")
+        pytest.skip("the activations of 32 columns are not resident, two blocks of columns are no cluster")
     y = launch_spec(kernel_backend, spec_of(product, tile, target), product, weights, x, residual, pad=8)
     assert_close_to_fp64(y, reference(product, weights, x, residual), "bf16")
     plain = launch(kernel_backend, product, weights, x, Tile(1, 1, 1, 3, False, 0), residual)
+    assert np.array_equal(y, plain)
+
+
+CLUSTERED = [  # sums of a tile in shared memory, in registers, in both; several units per warp; rows, tiles that do not exist
+    (Product("W8G32_F16S", 80, 2560, 3, 2, "residual"), Tile(1, 2, 2, 3, True, 0)),
+    (Product("W8G32_F16S", 50, 2560, 8, 2, "store"), Tile(4, 2, 2, 3, False, 0)),
+    (Product("BF16", 40, 5120, 17, 2, "store_f32"), Tile(2, 2, 2, 3, False, 0)),
+    (Product("FP8_E4M3FN_ROW_BF16S", 70, 1920, 8, 3, "store_f32"), Tile(2, 2, 1, 3, True, 0)),
+    (Product("FP8_E4M3FN_ROW_BF16S", 33, 336, 1, 2, "residual"), Tile(1, 2, 1, 2, True, 0)),
+    (Product("NVFP4", 128, 2560, 1, 2, "residual"), Tile(1, 3, 2, 4, True, 0)),
+    (Product("NVFP4", 128, 2560, 17, 2, "residual"), Tile(1, 5, 1, 3, False, 0)),
+    (Product("Q5G64_F16S", 17, 5120, 2, 4, "residual"), Tile(1, 1, 2, 3, False, 0)),
+    (Product("FP8_E4M3FN_ROW_BF16S", 144, 2560, 24, 2, "residual"), Tile(1, 4, 2, 3, False, 0, warpgroup=True)),
+]
+
+
+@pytest.mark.parametrize("product, tile", CLUSTERED, ids=label)
+def test_segments_meet_in_a_cluster(kernel_backend: Any, product: Product, tile: Tile) -> None:
+    """The blocks of a tile exchange sums through shared memory: the bits of one block that computes all segments."""
+    target, tile = kernel_backend.caps(), replace(tile, split=True, clustered=True)
+    if not target.clusters:
+        pytest.skip("the target has no clusters")
+    rng = np.random.default_rng(10)
+    weights = random_weights(rng, product.format, product.n, product.k)
+    x = activations(rng, product.columns, product.k)
+    residual = activations(rng, product.columns, product.n) if product.epilogue == "residual" else None
+    spec = spec_of(product, tile, target)
+    assert spec.cluster == (product.segments, 1, 1) and not spec.scratch and spec.grid[0] % product.segments == 0
+    y = launch_spec(kernel_backend, spec, product, weights, x, residual, pad=8)
+    plain = launch(kernel_backend, product, weights, x, Tile(1, 1, 1, 3, False, 0), residual)
+    assert_close_to_fp64(plain, reference(product, weights, x, residual), "f32" if product.epilogue == "store_f32" else "bf16",
+                         factor=F32_FACTOR)  # fmt: skip
     assert np.array_equal(y, plain)
 
 
@@ -181,7 +223,7 @@ def test_bits_do_not_depend_on_who_computes_a_segment(kernel_backend: Any, tile:
     Product("NVFP4", 128, 2560, 11), Product("NVFP4", 256, 1280, 20, 1, "swiglu"), Product("BF16", 80, 1280, 30, 1, "swiglu"),
     Product("FP8_E4M3FN_ROW_BF16S", 144, 2560, 24, 2, "residual"), Product("NVFP4", 128, 2560, 33, 2, "residual"),
     Product("BF16", 40, 2560, 9, 1, "store_f32"), Product("FP8_E4M3FN_ROW_BF16S", 96, 1280, 17, 1, "swiglu"),
-], ids=lambda p: f"{p.kernel_format}-{p.n}x{p.k}-c{p.columns}-s{p.segments}-{p.epilogue}")  # fmt: skip
+], ids=label)  # fmt: skip
 def test_many_columns(kernel_backend: Any, product: Product) -> None:
     """Streamed activations, in one or several rounds of slices, gate and up tile in one warp or in two, and warpgroup
     products where the target has them: the same bits as the plainest tile."""
@@ -231,7 +273,7 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("product", ODD, ids=lambda p: f"{p.kernel_format}-{p.n}x{p.k}-c{p.columns}-s{p.segments}-{p.epilogue}")
+@pytest.mark.parametrize("product", ODD, ids=label)
 def test_odd_shapes(kernel_backend: Any, product: Product) -> None:
     check(kernel_backend, product, 5, pad=16)
 
@@ -289,6 +331,8 @@ def test_norm_prologue(kernel_backend: Any, columns: int) -> None:
     (Product("Q5G64_F16S", 128, 1280, 16), Tile(1, 4, 2, 3, False, 1)),
     (Product("W8G32_F16S", 64, 1280, 8), Tile(1, 1, 2, 3, False, 1)),
     (Product("FP8_E4M3FN_ROW_BF16S", 48, 2560, 2, 2), Tile(1, 2, 2, 3, True, 0, split=True)),
+    (Product("FP8_E4M3FN_ROW_BF16S", 48, 2560, 2, 2), Tile(1, 2, 2, 3, True, 0, split=True, clustered=True)),
+    (Product("BF16", 80, 1280, 9, 2), Tile(2, 2, 1, 3, False, 0, split=True, clustered=True)),
 ])  # fmt: skip
 def test_no_race(product: Product, tile: Tile) -> None:
     """Any order of warps and any landing time of the copies gives the same bits (emulator only)."""
@@ -326,6 +370,27 @@ def test_candidates_are_legal_and_distinct() -> None:
     tiles = list(candidates(product, H200))
     assert len(tiles) == len(set(tiles)) > 5
     assert all(fits(product, tile, H200) for tile in tiles)
+
+
+def test_clusters_are_the_segments_of_a_tile() -> None:
+    """A target without clusters, blocks of several tiles, blocks of columns and more segments than blocks are refused."""
+    product, tile = Product("FP8_E4M3FN_ROW_BF16S", 96, 2560, 1, 2), Tile(1, 1, 1, 3, True, 0, split=True, clustered=True)
+    assert fits(product, tile, H200) and not fits(product, tile, caps("sm_86"))
+    assert not fits(product, replace(tile, split=False), H200)
+    assert not fits(product, replace(tile, blocks_per_sm=1), H200)
+    for other in (replace(product, columns=40), replace(product, segments=10)):
+        streamed = replace(tile, resident=False)
+        assert fits(other, replace(streamed, clustered=False), H200) and not fits(other, streamed, H200)
+    with pytest.raises(IRError, match="clustered=True.* does not fit sm_86"):
+        spec_of(product, tile, caps("sm_86"))
+
+
+@pytest.mark.parametrize("format, k", [("NVFP4", 17408), ("FP8_E4M3FN_ROW_BF16S", 6144)])
+@pytest.mark.parametrize("columns", [1, 4, 8])
+def test_clusters_are_among_the_first_candidates(format: str, k: int, columns: int) -> None:
+    product = Product(format, 5120, k, columns, 2, "residual")
+    assert sum(tile.clustered for tile in islice(candidates(product, H200), 12)) >= 3
+    assert not any(tile.clustered for tile in islice(candidates(product, caps("sm_86")), 40))
 
 
 def linear_op(kind: str = "linear", offset: int = 0, k: int = 256, **attrs: Any) -> tuple[Op, dict[str, TensorType]]:
@@ -372,9 +437,9 @@ def test_misaligned_activations_are_refused() -> None:
         linear_spec(op, types, "BF16", 258, H200)
 
 
-def assert_no_local_memory(product: Product, arch: str) -> None:
+def assert_no_local_memory(product: Product, arch: str, tile: Tile | None = None) -> None:
     target = caps(arch)
-    spec = spec_of(product, choose(product, target), target, EPS)
+    spec = spec_of(product, tile or choose(product, target), target, EPS)
     used = compile_source(spec.entry, render(spec.template, spec.entry, spec.params), arch).resources
     assert (used.stack, used.spill_stores, used.spill_loads, used.local) == (0, 0, 0, 0), (spec.entry, used)
     assert used.static_smem + spec.smem <= target.smem_block
@@ -384,6 +449,15 @@ def assert_no_local_memory(product: Product, arch: str) -> None:
 def test_no_local_memory(format: str) -> None:
     assert_no_local_memory(Product(format, 34816, 5120, 8, 1, "swiglu"), "sm_90a")
     assert_no_local_memory(Product(format, 5120, 17408, 1, 2, "residual"), "sm_86")
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_no_local_memory_in_clusters(arch: str) -> None:
+    for format, k, columns in (("NVFP4", 17408, (1,)), ("FP8_E4M3FN_ROW_BF16S", 6144, (1, 4, 8))):
+        for count in columns:
+            product = Product(format, 5120, k, count, 2, "residual")
+            tile = next(tile for tile in candidates(product, caps(arch)) if tile.clustered)
+            assert_no_local_memory(product, arch, tile)
 
 
 @pytest.mark.slow

@@ -116,6 +116,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   const u32 ring = base + G::ring_base + warp * G::ring_bytes;
   const auto x_stage = [&](u32 stage) { return base + G::x_base + (stage * G::warps_k + warp_k) * G::x_bytes; };
 
+  Meeting<G>::open(base);
   const Dealing<G> dealt(team);
   const u32 first_tile = dealt.first_tile, tile_step = dealt.tile_step, first_chunk = dealt.first_chunk;
   const Activations in = dealt.columns(args);
@@ -159,6 +160,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
     x_copier.order(x_stage(0));
   }
   if constexpr (G::epilogue == Epilogue::push_f32) args.push.open();
+  Meeting<G>::meet();
 
   const u32 x_lane = lane_id() / 4 % G::bucket * G::x_pitch + lane_id() % 4 * 16;  // column and piece of this lane
   Team<G> sums{base + G::sums_base, team, member};
@@ -172,7 +174,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
     if constexpr (G::release == Release::late) {
       if (tile + tile_step >= dealt.end_tile) grid_launch_dependents();
     }
-    const LinearEpilogue<G> epilogue{args, tile, dealt.segment};
+    const LinearEpilogue<G> epilogue{args, tile, dealt.segment, {base, team, dealt.segment}};
     typename TotalOf<G>::Type total;
 #pragma unroll 1
     for (u32 slice = warp_k; slice < G::all_slices; slice += G::warps_k) {

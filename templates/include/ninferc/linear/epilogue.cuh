@@ -7,6 +7,7 @@
 #include <ninferc/base/warp.cuh>
 #include <ninferc/exchange/push.cuh>
 #include <ninferc/linear/geometry.cuh>
+#include <ninferc/linear/meeting.cuh>
 #include <ninferc/linear/weights.cuh>
 
 namespace ninferc {
@@ -27,8 +28,8 @@ struct LinearArguments {
   u32 residual_stride;
   void* y;
   u32 y_stride;
-  f32* partials;  // split: [segment][block of columns][tile][unit][lane][4]
-  u32* arrivals;  // split: [block of columns][tile][unit], zero before and after
+  f32* partials;  // split, not clustered: [segment][block of columns][tile][unit][lane][4]
+  u32* arrivals;  // likewise: [block of columns][tile][unit], zero before and after
   exchange::Push push;
 };
 
@@ -39,6 +40,7 @@ struct LinearEpilogue {
   const LinearArguments& args;
   u32 tile;
   u32 segment;  // split: of this block
+  Meeting<G> meeting;
 
   // Outputs past the end are recognised in output_row; the weight rows that stand in for them are those of the copier.
   NINFERC_DEVICE u32 output_row(u32 group, u32 half) const {
@@ -64,18 +66,29 @@ struct LinearEpilogue {
     }
   }
 
-  // The sum of this block's segments: stored, or left for the last segment of the unit to arrive, which adds all of them.
+  // The sum of this block's segments: stored, sent to the block that finishes the unit, or left in memory for the last segment
+  // of the unit to arrive; who finishes a unit adds all segments.
   NINFERC_DEVICE void deliver(f32 (&v)[4], const f32 (&up)[4], u32 group, u32 t) const {
-    if constexpr (G::split) {
+    bf16 before[4];  // of the residual: clustered blocks load it while sums are on their way
+    if constexpr (G::clustered) {
+      const u32 unit = group * G::ntiles + t;
+      if (!meeting.owns(unit)) return meeting.send(v, unit);
+      if constexpr (G::epilogue == Epilogue::residual) {
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e)
+          if (exists(e, group, t)) before[e] = residual(args.first_column + column(e, t), output_row(group, e / 2));
+      }
+      meeting.receive(v, unit);
+    } else if constexpr (G::split) {
       const u32 units = G::column_blocks * G::tiles * G::units;
       const u32 unit = (args.first_column / G::bucket * G::tiles + tile) * G::units + group * G::ntiles + t;
       f32x4* mine = reinterpret_cast<f32x4*>(args.partials) + (u64(segment) * units + unit) * 32 + lane_id();
       st_global(mine, f32x4{v[0], v[1], v[2], v[3]});
       fence_gpu();
       sync_warp();
-      u32 before = 0;
-      if (lane_id() == 0) before = atomic_add_acq_rel_gpu(args.arrivals + unit, 1);
-      if (shfl(before, 0) != G::segments - 1) return;
+      u32 arrived = 0;
+      if (lane_id() == 0) arrived = atomic_add_acq_rel_gpu(args.arrivals + unit, 1);
+      if (shfl(arrived, 0) != G::segments - 1) return;
       fence_gpu();
 #pragma unroll
       for (u32 s = 0; s < G::segments; ++s) {
@@ -87,24 +100,34 @@ struct LinearEpilogue {
       }
       if (lane_id() == 0) st_global<u32>(args.arrivals + unit, 0);
     }
-    store(v, up, group, t);
+    store(v, up, before, group, t);
+  }
+
+ private:
+  static constexpr u32 lane_outputs = G::mixed ? 2 : 4;  // of a lane and unit: `e` below
+  NINFERC_DEVICE u32 column(u32 e, u32 t) const { return t * 8 + lane_id() % 4 * 2 + e % 2; }
+  NINFERC_DEVICE bool exists(u32 e, u32 group, u32 t) const {
+    return column(e, t) < args.columns && (G::whole_rows || output_row(group, e / 2) < G::outputs);
+  }
+
+  NINFERC_DEVICE bf16 residual(u32 row, u32 output) const {
+    return ld_cg<bf16>(args.residual + u64(row) * args.residual_stride + output);
   }
 
   // The outputs of a group of matrix tiles: one tile, or a gate and an up tile (mixed: one tile, gate and up halves).
-  NINFERC_DEVICE void store(const f32 (&v)[4], const f32 (&up)[4], u32 group, u32 t) const {
+  NINFERC_DEVICE void store(const f32 (&v)[4], const f32 (&up)[4], const bf16 (&before)[4], u32 group, u32 t) const {
 #pragma unroll
-    for (u32 e = 0; e < (G::mixed ? 2 : 4); ++e) {
-      const u32 output = output_row(group, e / 2), column = t * 8 + lane_id() % 4 * 2 + e % 2;
-      if (column >= args.columns || (!G::whole_rows && output >= G::outputs)) continue;
-      const u64 at = u64(args.first_column + column) * args.y_stride + output;
+    for (u32 e = 0; e < lane_outputs; ++e) {
+      if (!exists(e, group, t)) continue;
+      const u32 output = output_row(group, e / 2), row = args.first_column + column(e, t);
+      const u64 at = u64(row) * args.y_stride + output;
       if constexpr (G::epilogue == Epilogue::store_f32 || G::epilogue == Epilogue::push_f32) {
         st_global(static_cast<f32*>(args.y) + at, v[e]);
-        if constexpr (G::epilogue == Epilogue::push_f32) args.push.send(u64(args.first_column + column) * G::outputs + output, v[e]);
+        if constexpr (G::epilogue == Epilogue::push_f32) args.push.send(u64(row) * G::outputs + output, v[e]);
       } else {
         f32 value = v[e];
         if constexpr (G::swiglu) value = silu_fast(v[e]) * (G::mixed ? v[e + 2] : up[e]);
-        if constexpr (G::epilogue == Epilogue::residual)
-          value += bf16_to_f32(ld_cg<bf16>(args.residual + u64(args.first_column + column) * args.residual_stride + output));
+        if constexpr (G::epilogue == Epilogue::residual) value += bf16_to_f32(G::clustered ? before[e] : residual(row, output));
         st_global(static_cast<bf16*>(args.y) + at, f32_to_bf16(value));
       }
     }
@@ -131,15 +154,19 @@ struct SharedTotal {
   static NINFERC_DEVICE void finish(const LinearEpilogue<G>& epilogue, u32 sums, u32 turn) {
     constexpr u32 tasks = G::subtiles * G::ntiles;
 #pragma unroll 1
-    for (u32 task = turn; task < tasks; task += G::team_warps) {
-      const u32 group = task / G::ntiles, t = task % G::ntiles;
-      f32 v[group_tiles][4];
+    for (u32 pass = 0; pass < Meeting<G>::passes; ++pass) {
+#pragma unroll 1
+      for (u32 task = turn; task < tasks; task += G::team_warps) {
+        if (!epilogue.meeting.in_pass(task, pass)) continue;
+        const u32 group = task / G::ntiles, t = task % G::ntiles;
+        f32 v[group_tiles][4];
 #pragma unroll
-      for (u32 i = 0; i < group_tiles; ++i) {
-        const u32 m = group * group_tiles + i;
-        total(epilogue, sums + (m * G::ntiles + t) * 512 + lane_id() * 16, m, v[i]);
+        for (u32 i = 0; i < group_tiles; ++i) {
+          const u32 m = group * group_tiles + i;
+          total(epilogue, sums + (m * G::ntiles + t) * 512 + lane_id() * 16, m, v[i]);
+        }
+        epilogue.deliver(v[0], v[group_tiles - 1], group, t);
       }
-      epilogue.deliver(v[0], v[group_tiles - 1], group, t);
     }
   }
 
@@ -203,15 +230,19 @@ struct RoundTotal {
   }
   NINFERC_DEVICE void store(const LinearEpilogue<G>& epilogue, u32 turn) {
 #pragma unroll
-    for (u32 o = 0; o < own; ++o) {
-      const u32 task = turn + o * G::team_warps, group = task / G::ntiles, t = task % G::ntiles;
-      if (task >= tasks) break;
-      if constexpr (one_segment) {
+    for (u32 pass = 0; pass < Meeting<G>::passes; ++pass) {
 #pragma unroll
-        for (u32 i = 0; i < group_tiles; ++i) epilogue.finish_segment(sum[o][i], group * group_tiles + i);
-        epilogue.deliver(sum[o][0], sum[o][group_tiles - 1], group, t);
-      } else {
-        epilogue.deliver(total[o][0], total[o][group_tiles - 1], group, t);
+      for (u32 o = 0; o < own; ++o) {
+        const u32 task = turn + o * G::team_warps, group = task / G::ntiles, t = task % G::ntiles;
+        if (task >= tasks) break;
+        if (!epilogue.meeting.in_pass(task, pass)) continue;
+        if constexpr (one_segment) {
+#pragma unroll
+          for (u32 i = 0; i < group_tiles; ++i) epilogue.finish_segment(sum[o][i], group * group_tiles + i);
+          epilogue.deliver(sum[o][0], sum[o][group_tiles - 1], group, t);
+        } else {
+          epilogue.deliver(total[o][0], total[o][group_tiles - 1], group, t);
+        }
       }
     }
   }
@@ -244,12 +275,14 @@ struct RegisterTotal {
   }
   NINFERC_DEVICE void store(const LinearEpilogue<G>& epilogue) {
 #pragma unroll
-    for (u32 group = 0; group < G::subtiles; ++group) {
+    for (u32 pass = 0; pass < Meeting<G>::passes; ++pass) {
 #pragma unroll
-      for (u32 t = 0; t < G::ntiles; ++t) {
+      for (u32 task = 0; task < G::subtiles * G::ntiles; ++task) {
+        const u32 group = task / G::ntiles, t = task % G::ntiles;
         const u32 first = group * group_tiles, last = first + group_tiles - 1;
+        if (!epilogue.meeting.in_pass(task, pass)) continue;
         if constexpr (!one_segment) {
-          epilogue.store(total[first][t], total[last][t], group, t);
+          epilogue.deliver(total[first][t], total[last][t], group, t);
         } else {
 #pragma unroll
           for (u32 m = first; m <= last; ++m) epilogue.finish_segment(sum[m][t], m);

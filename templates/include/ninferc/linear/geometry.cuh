@@ -13,6 +13,7 @@
 // block has at most 32 columns: for more, `column_blocks` neighbouring blocks take the same tile, and all but one find its
 // weights in the L2 cache.  With `split` a block computes one segment only; the segments of a tile meet in global memory,
 // where the last to arrive adds them up: smaller pieces to deal to the multiprocessors, and half the activations in each.
+// With `clustered` these blocks are a cluster, work on one tile per team, and meet in shared memory (meeting.cuh).
 #pragma once
 #include <ninferc/base/types.cuh>
 #include <ninferc/codec/format.cuh>
@@ -24,7 +25,7 @@ enum class Epilogue : u32 { store, store_f32, push_f32, swiglu, residual };
 // When dependent kernels may start: at once (short kernels), with the block's last tile, or at the end of the kernel.
 enum class Release : u32 { early, late, end };
 
-// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, split, mixed, warpgroup
+// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, split, clustered, mixed, warpgroup
 // (warpgroup.cuh instead of columns.cuh), norm, keep (the normalised activations are stored as well), release.
 template <class Config>
 struct LinearGeometry : Config {
@@ -85,7 +86,13 @@ struct LinearGeometry : Config {
   static constexpr u32 ring_base = round_up(norm_base + norm_bytes, 128u);
   static constexpr u32 ring_bytes = Config::stages * stage_bytes;
   static constexpr u32 sums_base = ring_base + warps_r * warps_k * ring_bytes;
-  static constexpr u32 smem_bytes = sums_base + teams * sums_buffers * sums_bytes;
+
+  // Where the segments of a tile meet: places for the units that a block finishes, of other blocks' sums and an mbarrier.
+  static constexpr bool clustered = Config::clustered;
+  static constexpr u32 team_places = clustered ? ceil_div(units, segments) : 0;
+  static constexpr u32 place_bytes = (segments - 1) * 512 + 8;
+  static constexpr u32 meeting_base = sums_base + teams * sums_buffers * sums_bytes;
+  static constexpr u32 smem_bytes = meeting_base + teams * team_places * place_bytes;
 
   static_assert(all_slices % warps_k == 0, "every warp takes the same number of slices");
   static_assert(k % (8 * segments) == 0, "activations are read eight at a time");
@@ -95,6 +102,7 @@ struct LinearGeometry : Config {
   static_assert(format != Format::nvfp4 || (outputs % 128 == 0 && 8 % subtiles == 0), "nvfp4 scales come in 128 rows");
   static_assert(Config::resident || Config::stages >= 3, "ordering activations takes one stage of the ring");
   static_assert(!Config::split || (segments > 1 && !swiglu && !Config::norm), "only rows of parallel parts are split");
+  static_assert(!clustered || (Config::split && Config::column_blocks == 1), "a cluster is the segments of a tile");
   static_assert(!Config::norm || Config::resident, "the norm needs the whole activations");
   static_assert(!Config::warpgroup || (!Config::resident && whole_x && mtiles == 1 && warps_r % 4 == 0 && !Traits::grouped_int),
                 "warpgroup products take one matrix tile per warp, whole chunks, scales on weights or on rows");

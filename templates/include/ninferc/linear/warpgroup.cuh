@@ -67,6 +67,7 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
 
   const u32 x_end = x_tile(G::x_tiles);
 
+  Meeting<G>::open(base);
   const Dealing<G> dealt(team);
   const Activations in = dealt.columns(args);
   WeightCopier<G> w_copier(args.codes, args.high, args.scales, side);
@@ -92,6 +93,7 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
   x.load(G::chunk_begin(x_walk.number));
   x_walk.advance();
   if constexpr (G::epilogue == Epilogue::push_f32) args.push.open();
+  Meeting<G>::meet();
 
   WgmmaPipe pipe;
   Team<G> sums{base + G::sums_base, team, member};
@@ -103,7 +105,7 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
     if constexpr (G::release == Release::late) {
       if (tile + dealt.tile_step >= dealt.end_tile) grid_launch_dependents();
     }
-    const LinearEpilogue<G> epilogue{args, tile, dealt.segment};
+    const LinearEpilogue<G> epilogue{args, tile, dealt.segment, {base, team, dealt.segment}};
     typename TotalOf<G>::Type total;
 #pragma unroll 1
     for (u32 slice = warp_k; slice < G::all_slices; slice += G::warps_k) {
