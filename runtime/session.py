@@ -260,8 +260,8 @@ class Session:
             return
         width = 1
         if waiting:
-            for lane in waiting:
-                self._feed(lane, lane.fed + self.limits.queue // 2)
+            for lane in waiting:  # a wide step gets no more than its columns, or nothing would be left for the next one
+                self._feed(lane, lane.fed + (self.columns or self.limits.queue // 2))
             width = self.columns or 1
         top = max(self._lanes) + 1
         fitting = [key for key in self._decode if key[0] >= top and key[1] == width]

@@ -107,7 +107,7 @@ def variants(product: Product, caps: DeviceCaps, count: int, around: bool) -> It
 
 
 def _kind(tile: Tile) -> tuple[Any, ...]:
-    return tile.mtiles, tile.warps_r * tile.warps_k, tile.resident, tile.blocks_per_sm, tile.split
+    return tile.mtiles, tile.warps_r * tile.warps_k, tile.resident, tile.blocks_per_sm, tile.split, tile.clustered
 
 
 class Bench:
@@ -192,6 +192,11 @@ class Bench:
             params.blockDimX, params.blockDimY, params.blockDimZ = spec.block, 1, 1
             params.sharedMemBytes, params.kernelParams = spec.smem, packed.address
             node = call(driver.cuGraphAddKernelNode(graph, [], 0, params), spec.entry)
+            if spec.cluster != (1, 1, 1):
+                value = driver.CUkernelNodeAttrValue()
+                value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = spec.cluster
+                attribute = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+                call(driver.cuGraphKernelNodeSetAttribute(node, attribute, value), spec.entry)
             if previous is not None:
                 edge = driver.CUgraphEdgeData()
                 if self.programmatic:
@@ -234,7 +239,8 @@ class Bench:
 
 def spell(tile: dict[str, Any]) -> str:
     return (f"m{tile['mtiles']} {tile['warps_r']}x{tile['warps_k']} s{tile['stages']} {'res' if tile['resident'] else 'ring'} "
-            f"b{tile['blocks_per_sm']}{' split' if tile['split'] else ''} {tile['release']}")  # fmt: skip
+            f"b{tile['blocks_per_sm']}{' split' if tile['split'] else ''}{' clustered' if tile['clustered'] else ''} "
+            f"{tile['release']}")  # fmt: skip
 
 
 def main() -> int:

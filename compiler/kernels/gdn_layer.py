@@ -87,8 +87,8 @@ def layer_spec(ops: LayerOps, types: Mapping[str, Types], lanes: int, width: int
     fused = is_fused(ops.gates)
     early = {"nothing": (), "state": (*TABLES, *STATES), "hidden": (*TABLES, *STATES, "h")}[settled]
     return KernelSpec(
-        entry=f"gdn_layer_h{hk}x{hv}_d{dk}x{dv}_k{hidden}_c{bucket}{'_ab' if fused else ''}_{settled}{'_p4' if parts == 4 else ''}"
-        f"_{caps.arch.replace('_', '')}",
+        entry=f"gdn_layer_h{hk}x{hv}_d{dk}x{dv}_k{hidden}_c{bucket}{'_ab' if fused else ''}_{settled}"
+        f"{'_p4' if parts == 4 else ''}_{caps.arch.replace('_', '')}",
         template="gdn_layer.cu.j2",
         params={"hidden": hidden, "dk": dk, "dv": dv, "key_heads": hk, "value_heads": hv, "bucket": bucket, "parts": parts,
                 "warps": warps, "settled": settled, "block": 32 * warps, "bound": bound, "fused": fused,

@@ -23,7 +23,7 @@ from artifacts.tools.synth import synthesize
 from runtime.backend import Backend
 from runtime.lockstep import CheckedBackend
 from runtime.open import ArtifactWeights
-from runtime.session import Lane, Request, Sampling, Session
+from runtime.session import Request, Sampling, Session
 from runtime.vm.weights import WeightStore
 
 DEEP = 48  # layers: 96 exchanges a token
@@ -57,8 +57,12 @@ def _format(name: str, default: str) -> str:
     return _FORMATS[int(layer) // 4 % len(_FORMATS)].get(leaf, default)
 
 
-@cache
 def deep_artifact(layers: int = DEEP) -> artifacts.Artifact:
+    return _deep_artifact(layers)
+
+
+@cache  # by the number alone, said or not: the file is made once
+def _deep_artifact(layers: int) -> artifacts.Artifact:
     """Three layers of Gated DeltaNet to one of attention, random weights, 0.75 MB a layer, no tokenizer."""
     dims, path = _dims(layers), Path(_folder.name) / f"deep-{layers}.ninfer"
     config = json.dumps(dims.to_config()).encode()
@@ -72,19 +76,11 @@ def deep_store(layers: int = DEEP) -> WeightStore:
     return WeightStore(ArtifactWeights(deep_artifact(layers)))
 
 
-class WideSession(Session):
-    """Hands the device no more of a prompt in a step than the step has columns, so that every step of the prompt is wide and
-    not only the first one."""
-
-    def _feed(self, lane: Lane, target: int) -> None:
-        super()._feed(lane, min(target, lane.fed + (self.columns or 1)))
-
-
 def tokens_and_logits(backend: Backend, columns: int, lanes: int, sampling: Sampling, prompt: int = 70,
                       new: int = 12) -> tuple[list[int], bytes]:  # fmt: skip
     """Tokens of one request on lane 0 among ``lanes``, its prompt fed through decode columns, and the logits after each but
     the first; all ranks compared after each step."""
-    session = WideSession(CheckedBackend(backend), prefill="none", columns=columns, depth=0)
+    session = Session(CheckedBackend(backend), prefill="none", columns=columns, depth=0)
     rng = random.Random(3)
     session.submit(Request([rng.randrange(500) for _ in range(prompt)], new, sampling=sampling), 0)
     for lane in range(1, lanes):

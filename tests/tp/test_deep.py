@@ -12,11 +12,11 @@ from compiler.driver import CompileOptions, compile_program
 from compiler.emit.arch import caps
 from compiler.program.model import Program
 from runtime.backend import VMBackend
-from runtime.session import Request
+from runtime.session import Request, Session
 from runtime.vm import Machine
 from tests.emulator import toolchain
 from tests.emulator_backend import EmulatorBackend
-from tests.tp.equality import DEEP, PERIOD, SAMPLED, SPLITS, WideSession, deep_artifact, deep_store, tokens_and_logits
+from tests.tp.equality import DEEP, PERIOD, SAMPLED, SPLITS, deep_artifact, deep_store, tokens_and_logits
 
 OPTIONS: dict[str, Any] = {"max_context": 320, "prefill_chunk": 128, "score": False}
 Value = tuple[tuple[int, ...], bytes]
@@ -60,7 +60,7 @@ def emulated(tp: int) -> tuple[int, bytes, bytes]:
     """Token, logits and last recurrent state of a prompt of seven tokens through four columns, by the kernels."""
     program = planned(PERIOD, tp, ((1, 1), (1, 4)), sms=6)
     backend = EmulatorBackend(program, deep_store(PERIOD), transport="peer")
-    session = WideSession(backend, prefill="none", columns=4, depth=0)
+    session = Session(backend, prefill="none", columns=4, depth=0)
     (emission,) = session.generate(Request(list(range(3, 10)), 1, sampling=SAMPLED))
     assert session.step == 2 and session.last_phase == "decode1x4"
     states = [backend.read(f"recurrent{program.spec.gdn_layers[-1]}", rank)[0] for rank in range(tp)]

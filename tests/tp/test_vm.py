@@ -39,6 +39,17 @@ def trace(name: str, tp: int, request: Request, columns: int = 4, **extra: Any) 
     return tokens, logits, vm
 
 
+@pytest.mark.parametrize("prompt", [4, 9, 21])
+def test_a_prompt_is_fed_by_wide_steps_to_its_end(prompt: int) -> None:
+    """Else the equality tests over columns would compare one wide step and many narrow ones."""
+    session = models.session(models.machine("dense-small", tp=1, **OPTIONS), prefill="none", columns=4, depth=0)
+    session.submit(Request(list(range(3, 3 + prompt)), 2))
+    phases = []
+    while not session.advance():
+        phases.append(session.last_phase)
+    assert [*phases, session.last_phase] == ["decode1x4"] * -(-prompt // 4)
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "penalties and seed"])
 @pytest.mark.parametrize("name", ["dense-small", "example"])
 def test_decode_is_bit_identical(name: str, sampling: Sampling) -> None:

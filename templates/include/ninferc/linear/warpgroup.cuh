@@ -18,7 +18,7 @@ struct TileActivations {
   static constexpr u32 workers = 32 * G::warps_r, pieces = G::bucket * 16, share = ceil_div(pieces, workers);
   static constexpr u32 tile_bytes = G::bucket * 128;  // 64 columns of K
   const bf16* from[share];  // of chunk 0
-  u32 to[share][4];         // of the words in a tile
+  u32 to[share];            // of word 0 in a tile; word p lies p pieces of 16 bytes away, exclusive or
   u32x4 held[share];
   u32 rank;
 
@@ -27,11 +27,8 @@ struct TileActivations {
     for (u32 i = 0; i < share; ++i) {
       const u32 index = rank + i * workers, column = index / 16, slot = G::piece_slot(index % 16), step = slot / 4;
       from[i] = in.at(column, index % 16 * 8);
-#pragma unroll
-      for (u32 p = 0; p < 4; ++p) {
-        const u32 piece = (2 * step + p / 2) % 4 * 2 + p % 2;  // of 16 bytes
-        to[i][p] = column * 128 + step / 2 * tile_bytes + (piece ^ column % 8) * 16 + slot % 4 * 4;
-      }
+      const u32 piece = step % 2 * 4;  // of 16 bytes
+      to[i] = column * 128 + step / 2 * tile_bytes + (piece ^ column % 8) * 16 + slot % 4 * 4;
     }
   }
   NINFERC_DEVICE bool exists(u32 i) const { return pieces % workers == 0 || rank + i * workers < pieces; }
@@ -48,7 +45,7 @@ struct TileActivations {
       const u32x4 x = order_columns<G::format>(held[i]);
       const u32 words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-      for (u32 p = 0; p < 4; ++p) st_shared<u32>(tile + to[i][p], words[p]);
+      for (u32 p = 0; p < 4; ++p) st_shared<u32>((tile + to[i]) ^ (p * 16), words[p]);
     }
   }
 };
