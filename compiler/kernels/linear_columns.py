@@ -199,12 +199,10 @@ def registers_fit(product: Product, tile: Tile) -> bool:
     return free * needed <= min(255, 65536 // threads // 8 * 8)
 
 
-def problem(product: Product, caps: DeviceCaps) -> str | None:
-    """Why no kernel of this family can compute the product on the target; None if one can."""
+def problem(product: Product) -> str | None:
+    """Why no kernel of this family can compute the product; None if one can."""
     if product.format not in FORMATS:
         return f"weights in {product.format}; a product takes {', '.join(FORMATS)}"
-    if not caps.bf16_mma:
-        return f"{caps.arch} has no bf16 matrix instructions (sm_80 and later have)"
     if product.columns > BUCKETS[-1]:
         return f"{product.columns} columns; at most {BUCKETS[-1]} are supported"
     if product.k % (8 * product.segments):
@@ -340,7 +338,7 @@ def weight_bytes(product: Product) -> int:
 
 def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) -> KernelSpec:
     """The kernel of ``product`` with ``tile``. Raises IRError naming what is not supported."""
-    if reason := problem(product, caps):
+    if reason := problem(product):
         raise IRError(f"product: {reason}")
     if not fits(product, tile, caps):
         raise IRError(f"product [{product.n}, {product.k}]: tile {tile} does not fit {caps.arch}")
@@ -365,7 +363,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         scratch = {"partials": product.segments * units * 512, "arrivals": units * 4}
         args += scratch
     if product.epilogue == "push_f32":
-        args += ["outbox", "sequence", "step", "ordinal", "transport", "slot_words"]
+        args += ["outbox", "inbox", "sequence", "step", "ordinal", "transport", "slot_words", "slot_slices", "slot_bytes"]
     args += ["y", "y_stride", "columns"]
     if norm:
         args.append("eps")
@@ -421,7 +419,7 @@ def linear_spec(op: Op, types: Mapping[str, TensorType], format: str, x_row: int
     require(x.offset % 8 == 0 and x_row % 8 == 0, op,
             f"x is columns {x.offset} … of rows of {x_row}; both must be multiples of 8 (16-byte loads)")  # fmt: skip
     product = product_of(op, types, format, norm is not None, keep)
-    if reason := problem(product, caps):
+    if reason := problem(product):
         raise IRError(f"op {op.kind} (layer {op.layer}): {reason}")
     spec = spec_of(product, choose(product, caps), caps, norm.float_attr("eps") if norm else 0.0)
     return replace(spec, scalars=dict(spec.scalars) | {"ordinal": op.int_attr("ordinal")}) if "sequence" in op.inputs else spec
