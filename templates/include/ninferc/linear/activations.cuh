@@ -67,6 +67,7 @@ NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, u32 first_chun
     return index < total && (G::whole_x || column_of(piece) < G::chunk_end(first_chunk + piece / 16));
   };
   u32x4 w[G::norm ? batch : 1];
+  [[maybe_unused]] bool kept = false;  // something was stored by this thread
   const auto load_weights = [&](u32 first) {
     if constexpr (G::norm) {
 #pragma unroll
@@ -97,16 +98,19 @@ NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, u32 first_chun
         const f32 factor = norm.scratch[G::bucket * sumsq_parts + column];
         x[i] = u32x4{norm_pair(x[i].x, w[i].x, factor), norm_pair(x[i].y, w[i].y, factor),
                      norm_pair(x[i].z, w[i].z, factor), norm_pair(x[i].w, w[i].w, factor)};
-        if constexpr (G::keep) {  // every block has the whole rows
-          if (index % gridDim.x == blockIdx.x && column < in.columns && inside(index))
+        if constexpr (G::keep) {  // every block has the whole rows, and stores neighbouring pieces: few warps have to fence
+          const u32 share = ceil_div(total, gridDim.x);
+          if (index - blockIdx.x * share < share && column < in.columns && inside(index)) {
             st_global(norm.kept + u64(column) * G::k + column_of(piece), x[i]);
+            kept = true;
+          }
         }
       }
       st_shared(to + column * G::x_pitch + piece / 16 * 256 + G::piece_slot(piece % 16) * 16,
                 order_columns<G::format>(x[i]));
     }
   }
-  if constexpr (G::norm && G::keep) fence_gpu();  // dependents, which start after this, may read the rows before they wait
+  if (kept) fence_gpu();  // dependents, which start after this, may read the rows before they wait
   sync_block();
 }
 

@@ -105,6 +105,26 @@ struct Team {
   }
 };
 
+// What only the end of a tile reads, row scales and the divisor, comes as far as L2 while the block waits: after the last tile
+// nothing would hide the way from memory. By the first warp of a team.
+template <class G>
+NINFERC_DEVICE void prefetch_scales(const LinearArguments& args, const Dealing<G>& dealt, u32 member) {
+  if (member != 0) return;
+  if constexpr (G::format == Format::nvfp4) {
+    if (lane_id() == 0) prefetch_l2(args.divisor);
+  } else if constexpr (G::format == Format::fp8_row) {
+    for (u32 tile = dealt.first_tile + lane_id() * dealt.tile_step; tile < G::tiles; tile += 32 * dealt.tile_step) {
+#pragma unroll
+      for (u32 group = 0; group < G::subtiles; ++group) {
+        const u32 row = G::output_row(tile * G::subtiles + group, 0);
+        if (!G::whole_rows && row >= G::outputs) break;
+        prefetch_l2(args.scales + 2 * u64(row));
+        if constexpr (G::swiglu) prefetch_l2(args.scales + 2 * u64(row + G::n / 2));
+      }
+    }
+  }
+}
+
 template <class Config>
 NINFERC_DEVICE void linear_columns(LinearArguments args) {
   using G = LinearGeometry<Config>;
@@ -139,6 +159,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
     if constexpr (G::resident) cp_async_commit();
     advance();
   }
+  prefetch_scales<G>(args, dealt, member);
   if constexpr (G::resident) {
     const Prologue norm{args.norm_w, args.normed, reinterpret_cast<f32*>(smem + G::norm_base), args.eps};
     stage_resident<G>(base + G::x_base, in, first_chunk, norm, [&]() {

@@ -78,6 +78,7 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
     w_copier.step();
     if (next.advance() && next.tile < G::tiles) w_copier.seek(next.tile, next.number);
   }
+  prefetch_scales<G>(args, dealt, member);
   grid_dependency_wait();
   if constexpr (G::release == Release::early) grid_launch_dependents();
 
