@@ -26,7 +26,7 @@ struct Activations {
 // ---- resident ----------------------------------------------------------------------------------------------------
 
 // Factors of the rms norm of every column, by all threads; ends with a barrier.  `scratch`: 9 floats per column, the last
-// `bucket` of which are the factors.
+// `bucket` of which are the factors; of one column each thread makes the factor itself (norm_factor).
 template <class G>
 NINFERC_DEVICE void norm_factors(f32* scratch, const Activations& in, f32 eps) {
   for (u32 task = warp_id(); task < G::bucket * sumsq_parts; task += G::threads / 32) {
@@ -34,11 +34,18 @@ NINFERC_DEVICE void norm_factors(f32* scratch, const Activations& in, f32 eps) {
     if (lane_id() == 0) scratch[task] = part;
   }
   sync_block();
+  if constexpr (G::bucket == 1) return;
   if (threadIdx.x < G::bucket) {
     scratch[G::bucket * sumsq_parts + threadIdx.x] =
         rms_factor(sumsq_total(scratch + threadIdx.x * sumsq_parts), G::k, eps);
   }
   sync_block();
+}
+
+template <class G>
+NINFERC_DEVICE f32 norm_factor(const f32* scratch, u32 column, f32 eps) {
+  if constexpr (G::bucket == 1) return rms_factor(sumsq_total(scratch), G::k, eps);
+  else return scratch[G::bucket * sumsq_parts + column];
 }
 
 NINFERC_DEVICE u32 norm_pair(u32 x, u32 w, f32 factor) {
@@ -67,6 +74,7 @@ NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, u32 first_chun
     return index < total && (G::whole_x || column_of(piece) < G::chunk_end(first_chunk + piece / 16));
   };
   u32x4 w[G::norm ? batch : 1];
+  [[maybe_unused]] f32 factor = 0;
   [[maybe_unused]] bool kept = false;  // something was stored by this thread
   const auto load_weights = [&](u32 first) {
     if constexpr (G::norm) {
@@ -95,7 +103,7 @@ NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, u32 first_chun
       const u32 index = first + i * G::threads, column = index / pieces, piece = index % pieces;
       if (index >= total) break;
       if constexpr (G::norm) {
-        const f32 factor = norm.scratch[G::bucket * sumsq_parts + column];
+        if (G::bucket > 1 || i == 0) factor = norm_factor<G>(norm.scratch, column, norm.eps);
         x[i] = u32x4{norm_pair(x[i].x, w[i].x, factor), norm_pair(x[i].y, w[i].y, factor),
                      norm_pair(x[i].z, w[i].z, factor), norm_pair(x[i].w, w[i].w, factor)};
         if constexpr (G::keep) {  // every block has the whole rows, and stores neighbouring pieces: few warps have to fence
