@@ -22,7 +22,7 @@ from compiler.ir.op import Op
 from compiler.ir.types import Kind, TensorType, Value
 from compiler.kernels import exchange
 from compiler.kernels.arrange import arrange_specs
-from compiler.kernels.attention_decode import MAX_COLUMNS, work_items
+from compiler.kernels.attention_decode import MAX_COLUMNS, row_limit, work_items
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.model import ModelError, ModelSpec, bind, spec_from_config
 from compiler.ops.attn_prepare import frequency_table, native_frequencies
@@ -263,7 +263,8 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
     stages = _Stages()
     spec = model_of(artifact)
     limits = limits_of(spec, options)
-    items = max(work_items(b, t, spec.heads, spec.kv_heads) for b, t in options.decode_pairs())
+    rows = row_limit(spec.head_dim, caps)
+    items = max(work_items(b, t, spec.heads, spec.kv_heads, rows) for b, t in options.decode_pairs())
     builder = TextBuilder(spec, bind(artifact, spec), limits, items)
     graphs = [check(builder.build(request)) for request in phase_requests(limits, options)]
     stages.done("op graphs")

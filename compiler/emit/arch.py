@@ -35,6 +35,7 @@ CARDS = {
     "rtx5090": ("sm_120a", 170, 96),
     "rtx4090": ("sm_89", 128, 72),
     "rtx3090": ("sm_86", 82, 6),
+    "rtx2080ti": ("sm_75", 68, 5.5),
     "rtx5060ti": ("sm_120a", 36, 32),
     "h200": ("sm_90a", 132, 50),
 }
@@ -89,7 +90,7 @@ def card_as(card: str, physical: DeviceCaps) -> DeviceCaps:
     if card not in CARDS:
         raise ArchError(f"card {card!r} is unknown; allowed: {', '.join(sorted(CARDS))}")
     arch, sms, l2_mib = CARDS[card]
-    wanted = caps(arch, sms, l2_mib * KIB * KIB)
+    wanted = caps(arch, sms, int(l2_mib * KIB * KIB))
     return replace(
         wanted,
         arch=physical.arch,

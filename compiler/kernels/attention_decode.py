@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from compiler.control import MAX_CHUNKS, MAX_CONTEXT, PAGE
 from compiler.ir.op import Op, require
-from compiler.ir.types import IRError, TensorType
+from compiler.ir.types import TensorType
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 
 TILE = 32  # keys of one shared-memory tile (decode.cuh)
-ROW_LIMIT = 48  # (column, query head) rows of one pass: three matrix tiles, by registers
+ROW_LIMIT = 48  # (column, query head) rows of one pass at most: three matrix tiles, by registers
 MAX_COLUMNS = 32  # of one lane: bits of a column mask (worklist.cuh)
 MAX_SLOTS = 8  # tiles in flight; more adds nothing once latency times bandwidth is covered
 RESERVED = 1024  # shared memory the driver keeps per block
@@ -20,14 +20,19 @@ PARTIAL_EARLY = ("lane_len", "page_table", "work", "work_count")
 MERGE_EARLY = ("lane_ncols", "lane_len")
 
 
-def group_columns(width: int, heads: int, kv_heads: int) -> int:
-    """Columns of one lane that share a pass over the keys; `begin` builds the work list with it."""
-    return max(1, min(width, ROW_LIMIT // (heads // kv_heads)))
+def row_limit(dim: int, caps: DeviceCaps) -> int:
+    """Rows of one pass: ROW_LIMIT, less where shared memory would not hold two tiles of keys beside them."""
+    return next((rows for rows in (ROW_LIMIT, 32) if shared_bytes(dim, rows, 2) <= _room(caps, 1)), 16)
 
 
-def work_items(lanes: int, width: int, heads: int, kv_heads: int, chunks: int = MAX_CHUNKS) -> int:
+def group_columns(width: int, heads: int, kv_heads: int, rows: int) -> int:
+    """Columns of one lane that share a pass of ``row_limit`` rows over the keys; `begin` builds the work list with it."""
+    return max(1, min(width, rows // (heads // kv_heads)))
+
+
+def work_items(lanes: int, width: int, heads: int, kv_heads: int, rows: int, chunks: int = MAX_CHUNKS) -> int:
     """Upper bound of the work list's items. A lane's columns form groups; chunk sizes change at most once in 32 columns."""
-    groups = -(-width // group_columns(width, heads, kv_heads))
+    groups = -(-width // group_columns(width, heads, kv_heads, rows))
     return lanes * kv_heads * chunks * (groups + (1 if width > 1 else 0))
 
 
@@ -38,35 +43,38 @@ def shared_bytes(dim: int, rows: int, slots: int) -> int:
     return slots * TILE * dim * 2 + rows * dim * 2 + dim_parts * rows * (TILE + 8) * 4 + rows * (TILE * 2 + 16) + rows * 4
 
 
+def _room(caps: DeviceCaps, blocks: int) -> int:
+    """Shared memory of one of ``blocks`` blocks of a multiprocessor."""
+    return min(caps.smem_block, caps.smem_sm // blocks - RESERVED)
+
+
 def _arch(caps: DeviceCaps) -> str:
     return caps.arch.replace("_", "")
 
 
-def _geometry(op: Op, width: int) -> tuple[int, int, int, int]:
+def _geometry(op: Op, width: int, caps: DeviceCaps) -> tuple[int, int, int, int]:
     """heads, kv heads, dim, columns per group."""
     heads, kv_heads, dim = op.int_attr("heads"), op.int_attr("kv_heads"), op.int_attr("dim")
     require(1 <= width <= MAX_COLUMNS, op, f"{width} columns per lane; allowed in decode: 1…{MAX_COLUMNS}")
     require(kv_heads < PAGE, op, f"{kv_heads} KV heads; at most {PAGE - 1} fit a work item")
-    require(heads // kv_heads <= ROW_LIMIT, op, f"{heads // kv_heads} query heads per KV head; at most {ROW_LIMIT}")
-    return heads, kv_heads, dim, group_columns(width, heads, kv_heads)
+    rows = row_limit(dim, caps)
+    require(heads // kv_heads <= rows, op, f"{heads // kv_heads} query heads per KV head; at most {rows}")
+    return heads, kv_heads, dim, group_columns(width, heads, kv_heads, rows)
 
 
 def partial_spec(op: Op, types: Mapping[str, TensorType], width: int, caps: DeviceCaps, early: bool = False) -> KernelSpec:
     """Kernel of an ``attention_partial`` op for ``width`` columns per lane. ``early``: the operands ``PARTIAL_EARLY`` are
     settled before the dependency wait. Raises IRError when none fits ``caps``."""
-    heads, kv_heads, dim, group = _geometry(op, width)
-    if not (caps.bf16_mma and caps.cp_async):
-        raise IRError(f"op {op.kind} (layer {op.layer}): {caps.arch} has no bf16 matrix instructions; sm_80 or newer")
+    heads, kv_heads, dim, group = _geometry(op, width, caps)
     row_pages, lanes = types["page_table"].shape[1], types["qr"].shape[0] // width
     require(row_pages * PAGE <= MAX_CONTEXT, op, f"{row_pages} pages per sequence; at most {MAX_CONTEXT // PAGE}")
-    items = work_items(lanes, width, heads, kv_heads, op.int_attr("chunks"))
+    items = work_items(lanes, width, heads, kv_heads, row_limit(dim, caps), op.int_attr("chunks"))
     listed = types["work"].shape[0]
     require(listed >= items, op, f"the work table has {listed} items, {items} may be needed")
     rows = -(-group * (heads // kv_heads) // 16) * 16
 
     def slots_for(blocks: int) -> int:
-        room = min(caps.smem_block, caps.smem_sm // blocks - RESERVED)
-        return min(MAX_SLOTS, (room - shared_bytes(dim, rows, 0)) // (TILE * dim * 2))
+        return min(MAX_SLOTS, (_room(caps, blocks) - shared_bytes(dim, rows, 0)) // (TILE * dim * 2))
 
     # Two blocks per multiprocessor hide each other's phases; wide passes need the registers of one.
     blocks = 2 if rows <= 16 and slots_for(2) >= 4 else 1
@@ -94,7 +102,7 @@ def partial_spec(op: Op, types: Mapping[str, TensorType], width: int, caps: Devi
 def merge_spec(op: Op, types: Mapping[str, TensorType], width: int, caps: DeviceCaps, early: bool = False) -> KernelSpec:
     """Kernel of an ``attention_merge`` op for ``width`` columns per lane. ``early``: the operands ``MERGE_EARLY`` are settled
     before the dependency wait."""
-    heads, _, dim, _ = _geometry(op, width)
+    heads, _, dim, _ = _geometry(op, width, caps)
     chunks = op.int_attr("chunks")
     groups = -(-chunks // MERGE_SPAN)
     threads = groups * max(32, dim // 4)

@@ -19,8 +19,6 @@ def prefill_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps) -> K
     """Kernel of a prefill ``attention`` op: warpgroup products where the target has them, else mma.sync.
 
     Raises IRError when no kernel fits ``caps``."""
-    if not (caps.bf16_mma and caps.cp_async):
-        raise IRError(f"op {op.kind} (layer {op.layer}): {caps.arch} has no bf16 matrix instructions; sm_80 or newer")
     if caps.wgmma and op.int_attr("dim") in WARPGROUP_DIMS:
         return wgmma_spec(op, types, caps)
     return mma_spec(op, types, caps)
@@ -54,7 +52,7 @@ def _common(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps, rows: int
 def mma_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps) -> KernelSpec:
     """The mma.sync variant: 128 rows of a head per block where shared memory allows, else 64."""
     dim = op.int_attr("dim")
-    for warps, tile, slots in ((8, 64, 4), (8, 64, 3), (8, 32, 2), (4, 32, 2)):
+    for warps, tile, slots in ((8, 64, 4), (8, 64, 3), (8, 32, 2), (4, 32, 2), (4, 16, 2)):
         smem = 16 * warps * dim * 2 + slots * tile * dim * 2
         if smem + STATIC <= caps.smem_block:
             break

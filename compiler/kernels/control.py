@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from compiler.ir.op import Op, require
 from compiler.ir.types import TensorType
-from compiler.kernels.attention_decode import group_columns
+from compiler.kernels.attention_decode import group_columns, row_limit
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 
 SAMPLE_SLICE = 4096  # logits per block (sample.cuh: threads * per_thread)
@@ -17,8 +17,9 @@ def _arch(caps: DeviceCaps) -> str:
     return caps.arch.replace("_", "")
 
 
-def begin_spec(op: Op, types: Mapping[str, TensorType], lanes: int, width: int, heads: int, caps: DeviceCaps) -> KernelSpec:
-    """First node. ``heads`` are the query heads (they fix how columns are grouped in the attention work list)."""
+def begin_spec(op: Op, types: Mapping[str, TensorType], lanes: int, width: int, heads: int, dim: int,
+               caps: DeviceCaps) -> KernelSpec:  # fmt: skip
+    """First node. ``heads`` and ``dim`` of the queries fix how columns are grouped in the attention work list."""
     prefill = op.attrs["phase"] == "prefill"
     params: dict[str, int | str | bool] = {
         "prefill": prefill,
@@ -35,7 +36,7 @@ def begin_spec(op: Op, types: Mapping[str, TensorType], lanes: int, width: int, 
             "all_lanes": types["lane_ncols"].shape[0],
             "queue_size": types["queue"].shape[1],
             "kv_heads": op.int_attr("kv_heads"),
-            "group": group_columns(width, heads, op.int_attr("kv_heads")),
+            "group": group_columns(width, heads, op.int_attr("kv_heads"), row_limit(dim, caps)),
         }
         args += ["positions", "lane_page_row", "lane_frozen", "lane_rope_delta", "queue", "queue_head", "queue_tail", "work",
                  "work_count"]  # fmt: skip

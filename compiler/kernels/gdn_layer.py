@@ -44,11 +44,9 @@ class LayerOps:
         return frozenset({self.gates.outputs["gates"].value, self.conv.outputs["y"].value, self.gdn.outputs["o"].value})
 
 
-def obstacle(ops: LayerOps, types: Mapping[str, Types], width: int, caps: DeviceCaps) -> str:
+def obstacle(ops: LayerOps, types: Mapping[str, Types], width: int) -> str:
     """Why the single kernels have to serve these ops; empty when the one kernel can. ``types`` by op kind."""
     hidden = types["gdn_gates"]["x"].shape[1]
-    if not (caps.bf16_mma and caps.cp_async):
-        return f"{caps.arch} has no bf16 matrix instructions"
     if width > MAX_COLUMNS:
         return f"{width} columns per lane"
     if hidden % 8:

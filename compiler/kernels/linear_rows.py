@@ -70,7 +70,7 @@ def tiles(fmt: str, store: str, caps: DeviceCaps) -> Iterator[Tile]:
             tile = Tile("wgmma", 128, tokens, min(MAX_STAGES, caps.smem_block // stage))
             if tile.stages >= 2 and shared_bytes(fmt, store, tile) <= caps.smem_block:
                 yield tile
-    elif caps.bf16_mma and caps.cp_async:
+    else:
         for rows in (128, 256):
             for tokens in (64, 128):
                 stage = _stage_bytes(fmt, rows, tokens, 128)
@@ -100,10 +100,7 @@ def choose(fmt: str, store: str, n: int, k: int, rows: int, caps: DeviceCaps) ->
     outputs = n // 2 if store == "swiglu" else n
     allowed = list(tiles(fmt, store, caps))
     if not allowed:
-        raise IRError(
-            f"linear_rows {fmt}: {caps.arch} with {caps.smem_block} bytes of shared memory has no kernel; "
-            "bf16 matrix products and asynchronous copies (sm_80 or newer) are needed"
-        )
+        raise IRError(f"linear_rows {fmt}: no tile fits the {caps.smem_block} bytes of shared memory of {caps.arch}")
     return min(allowed, key=lambda tile: (_cycles(tile, outputs, k, rows, store, caps), tile.tokens, tile.rows))
 
 

@@ -26,8 +26,9 @@ _STORE = {"linear": "bf16", "linear_swiglu": "swiglu", "linear_residual": "resid
 
 @family("begin")
 def _begin(site: Site) -> KernelSpec:
-    heads = next((op.int_attr("heads") for _, op in site.graph.ops() if op.kind.startswith("attention")), 1)
-    return control.begin_spec(site.op, site.types, site.graph.lanes, site.graph.width, heads, site.caps)
+    attention = next((op for _, op in site.graph.ops() if op.kind.startswith("attention")), None)
+    heads, dim = (attention.int_attr("heads"), attention.int_attr("dim")) if attention else (1, 32)
+    return control.begin_spec(site.op, site.types, site.graph.lanes, site.graph.width, heads, dim, site.caps)
 
 
 @family("advance")

@@ -46,7 +46,7 @@ def gdn_layer_at(graph: OpGraph, node: int, caps: DeviceCaps, before: Sequence[G
         return None
     ops = LayerOps(*(graph.op(n) for n in nodes))
     types = {op.kind: graph.types(op) for op in ops.all()}
-    if gdn_layer.obstacle(ops, types, graph.width, caps):
+    if gdn_layer.obstacle(ops, types, graph.width):
         return None
     operands = ops.operands()
     states = {operands[name].value for name in gdn_layer.STATES}

@@ -32,7 +32,7 @@ def norm_prologue_at(graph: OpGraph, node: int, caps: DeviceCaps) -> Group | Non
     if keep and first != min(after):  # the rows are there once the product runs; what takes them must stand behind it
         return None
     types = graph.types(op)
-    if problem(product_of(op, types, source.format, True, keep), caps):
+    if problem(product_of(op, types, source.format, True, keep)):
         return None
     row = graph.values[norm.inputs["x"].value].type.shape[-1]
     try:

@@ -11,7 +11,7 @@ import numpy as np
 from compiler.emit.render import render
 from compiler.ir.op import Attr, Op
 from compiler.ir.types import Ref, TensorType
-from compiler.kernels.attention_decode import group_columns, merge_spec, partial_spec, work_items
+from compiler.kernels.attention_decode import group_columns, merge_spec, partial_spec, row_limit, work_items
 from compiler.kernels.attention_prefill import prefill_spec
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.ops.attention import attend, chunk_count, lower_decode, sigmoid
@@ -152,9 +152,10 @@ def run(backend: Any, spec: KernelSpec, values: dict[str, Any], repeats: int = 1
 
 def build_work(backend: Any, case: Case, extra: int = 0) -> tuple[Array, Array]:
     """The device-built work list: i32[items, 4] and i32[1]."""
-    group = group_columns(case.width, case.heads, case.kv_heads)
+    rows = row_limit(case.dim, backend.caps())
+    group = group_columns(case.width, case.heads, case.kv_heads, rows)
     chunks = chunk_count(case.page_table.shape[1] * PAGE)
-    items = work_items(case.lanes, case.width, case.heads, case.kv_heads, chunks) + extra
+    items = work_items(case.lanes, case.width, case.heads, case.kv_heads, rows, chunks) + extra
     work, count = np.full((items, 4), -1, np.int32), np.full(1, -1, np.int32)
     source = WORK_LIST.format(lanes=case.lanes, width=case.width, kv_heads=case.kv_heads, group=group)
     spec = KernelSpec("work_list", "", {}, (1, 1, 1), 64, 0, ("lane_ncols", "lane_len", "lane_page_row", "work", "work_count"))

@@ -13,7 +13,8 @@ from compiler.emit.arch import caps
 from compiler.emit.nvrtc import compile_source
 from compiler.emit.render import render
 from compiler.ir.types import IRError
-from compiler.kernels.attention_decode import group_columns, merge_spec, partial_spec
+from compiler.kernels.attention_decode import group_columns, merge_spec, partial_spec, row_limit
+from compiler.kernels.spec import DeviceCaps
 from compiler.ops.attention import lower_decode, sigmoid
 from tests.emulator import toolchain
 from tests.emulator.emulator import EmulatorError
@@ -31,9 +32,9 @@ def listed(work: Any, count: Any) -> list[tuple[int, int, int, int, int, int]]:
     return [(int(a) & 0xFFFF, int(a) >> 16, int(b) % PAGE, int(b) // PAGE * PAGE, int(c), int(d)) for a, b, c, d in words]
 
 
-def expected_items(case: Case) -> set[tuple[int, int, int, int, int, int]]:
+def expected_items(case: Case, target: DeviceCaps) -> set[tuple[int, int, int, int, int, int]]:
     """The same from the rule: columns of a lane, in groups, share an item when chunk size and chunk agree."""
-    group = group_columns(case.width, case.heads, case.kv_heads)
+    group = group_columns(case.width, case.heads, case.kv_heads, row_limit(case.dim, target))
     masks: dict[tuple[int, ...], int] = {}
     for lane in range(case.lanes):
         for t in range(int(case.active[lane])):
@@ -53,7 +54,7 @@ def test_work_list(kernel_backend: Any, before: list[int], active: list[int], wi
     case = make_case(before, active, width, heads=heads, row_pages=130, dim=32)
     work, count = build_work(kernel_backend, case, extra=3)
     items = listed(work, count)
-    assert len(items) == len(set(items)) and set(items) == expected_items(case)
+    assert len(items) == len(set(items)) and set(items) == expected_items(case, kernel_backend.caps())
     assert (work[int(count[0]) :] == -1).all()
 
 
@@ -181,7 +182,7 @@ def test_waits_for_what_is_not_settled(before: list[int], active: list[int], tak
         assert (once() == expected).all()
 
 
-ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
+ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
 
 
 @pytest.mark.parametrize(("arch", "width"), [*((arch, width) for arch in ARCHITECTURES for width in (1, 8)), ("sm_90a", 4)])
@@ -191,7 +192,7 @@ def test_resources(arch: str, width: int) -> None:
     case = Case(24, 4, 256, width, np.zeros(8, np.int32), np.zeros(8, np.int32), np.zeros(8, np.int32),
                 np.zeros((8, 1 << 14), np.int32), poisoned((1, 2, 4, PAGE, 256)), poisoned((8 * width, 6144)),
                 poisoned((8 * width, 6144)))  # fmt: skip
-    types = case.types(8 * 4 * 2 * 65)
+    types = case.types(8 * 4 * 3 * 64)
     values, (partial, merge) = lower_decode(case.op("decode"), types, "a")
     types |= {"partial_o": values[0].type, "partial_ml": values[1].type}
     for spec in (partial_spec(partial, types, width, target), merge_spec(merge, types, width, target)):
@@ -207,7 +208,8 @@ def test_targets_that_cannot_run_it() -> None:
     with pytest.raises(IRError, match="the work table has 2 items"):
         partial_spec(partial, types, 1, caps("sm_90a"))
     types = case.types(16)
-    with pytest.raises(IRError, match="sm_75 has no bf16 matrix instructions"):
-        partial_spec(partial, types, 1, caps("sm_75"))
+    many = replace(case, heads=33, kv_heads=1, dim=256).op("decode")
+    with pytest.raises(IRError, match="33 query heads per KV head; at most 32"):
+        partial_spec(replace(many, attrs=partial.attrs | many.attrs), types, 1, caps("sm_75"))
     with pytest.raises(IRError, match="33 columns per lane"):
         partial_spec(partial, types, 33, caps("sm_90a"))

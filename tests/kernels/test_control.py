@@ -92,7 +92,7 @@ def test_begin_and_advance(kernel_backend: Any, lanes: int, width: int, seed: in
     known = definition("begin")
     begin = Op("begin", refs(("ring", "lane_page_row")), {}, refs(known.state),
                {"phase": "decode", "kv_heads": 2, "max_context": 300, "vocab": 500})  # fmt: skip
-    spec = control.begin_spec(begin, types_of(begin, mine.arrays | extra), lanes, width, 4, kernel_backend.caps())
+    spec = control.begin_spec(begin, types_of(begin, mine.arrays | extra), lanes, width, 4, 64, kernel_backend.caps())
     source = render(spec.template, spec.entry, {**spec.params, "vocab": 520})
     kernel_backend.launch(spec, source, [(mine.arrays | extra)[name] for name in spec.args])
     known.reference(begin, context(begin, twin.arrays | twin_extra, lanes, width, np.zeros(LIMITS.lanes, int)))
@@ -155,7 +155,7 @@ def test_records_outside_set_the_fault(kernel_backend: Any) -> None:
                                                       {"lane_ncols": "pf_lane_ncols", "lane_len": "pf_lane_len",
                                                        "tokens": "pf_tokens", "positions": "pf_positions"}),
                    {"phase": "prefill", "kv_heads": 2, "max_context": 300, "vocab": 500})  # fmt: skip
-        spec = control.begin_spec(begin, types_of(begin, arrays), 1, 128, 4, kernel_backend.caps())
+        spec = control.begin_spec(begin, types_of(begin, arrays), 1, 128, 4, 64, kernel_backend.caps())
         before = mine.arrays["block"].copy()
         values = {name: arrays[ref.value] for name, ref in begin.refs()}
         kernel_backend.launch(spec, render(spec.template, spec.entry, spec.params), [values[name] for name in spec.args])

@@ -12,7 +12,7 @@ from compiler.driver import CompileOptions, limits_of, model_of
 from compiler.emit.arch import caps
 from compiler.ir.graph import OpGraph, check
 from compiler.ir.types import IRError
-from compiler.kernels.attention_decode import work_items
+from compiler.kernels.attention_decode import row_limit, work_items
 from compiler.kernels.spec import KernelSpec
 from compiler.model import bind
 from compiler.passes.early import check_early, settled
@@ -30,7 +30,8 @@ def schedule(arch: str = "sm_90a", phase: str = "decode", name: str = "dense-sma
     artifact, target = models.artifact(name), caps(arch)
     spec = model_of(artifact)
     limits = limits_of(spec, CompileOptions(max_context=256, prefill_chunk=128, pairs=((1, 1), (1, width))))
-    builder = TextBuilder(spec, bind(artifact, spec), limits, work_items(1, width, spec.heads, spec.kv_heads))
+    items = work_items(1, width, spec.heads, spec.kv_heads, row_limit(spec.head_dim, target))
+    builder = TextBuilder(spec, bind(artifact, spec), limits, items)
     request = PhaseRequest("graph", phase, 1, limits.chunk if phase == "prefill" else width)
     graph = lower(check(builder.build(request)), target)
     return graph, select(graph, target)

@@ -11,24 +11,24 @@ namespace ninferc {
 
 // 16 bytes, both addresses multiples of 16.  Below sm_80 the copy happens at once.
 NINFERC_DEVICE void cp_async_16(SharedAddress destination, const void* source) {
-#if defined(NINFERC_EMULATOR)
-  ninferc_emulator_cp_async(destination.value, source, 16, 16);
-#elif NINFERC_HAS_CP_ASYNC
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(destination.value), "l"(source) : "memory");
-#else
+#if !NINFERC_HAS_CP_ASYNC
   st_shared<u32x4>(destination, ld_global<u32x4>(source));
+#elif defined(NINFERC_EMULATOR)
+  ninferc_emulator_cp_async(destination.value, source, 16, 16);
+#else
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(destination.value), "l"(source) : "memory");
 #endif
 }
 
 // The same, writing 16 zero bytes and reading nothing where `valid` is false (the source must still be a valid pointer).
 NINFERC_DEVICE void cp_async_16_zfill(SharedAddress destination, const void* source, bool valid) {
-#if defined(NINFERC_EMULATOR)
+#if !NINFERC_HAS_CP_ASYNC
+  st_shared<u32x4>(destination, valid ? ld_global<u32x4>(source) : u32x4{0, 0, 0, 0});
+#elif defined(NINFERC_EMULATOR)
   ninferc_emulator_cp_async(destination.value, source, 16, valid ? 16 : 0);
-#elif NINFERC_HAS_CP_ASYNC
+#else
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                :: "r"(destination.value), "l"(source), "r"(valid ? 16 : 0) : "memory");
-#else
-  st_shared<u32x4>(destination, valid ? ld_global<u32x4>(source) : u32x4{0, 0, 0, 0});
 #endif
 }
 
@@ -36,19 +36,19 @@ NINFERC_DEVICE void cp_async_16_zfill(SharedAddress destination, const void* sou
 template <u32 bytes>
 NINFERC_DEVICE void cp_async_small(SharedAddress destination, const void* source) {
   static_assert(bytes == 4 || bytes == 8, "small asynchronous copies are of 4 or 8 bytes");
-#if defined(NINFERC_EMULATOR)
-  ninferc_emulator_cp_async(destination.value, source, bytes, bytes);
-#elif NINFERC_HAS_CP_ASYNC
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
-               :: "r"(destination.value), "l"(source), "n"(bytes) : "memory");
-#else
+#if !NINFERC_HAS_CP_ASYNC
   if constexpr (bytes == 4) st_shared<u32>(destination, ld_global<u32>(source));
   else st_shared<u64>(destination, ld_global<u64>(source));
+#elif defined(NINFERC_EMULATOR)
+  ninferc_emulator_cp_async(destination.value, source, bytes, bytes);
+#else
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+               :: "r"(destination.value), "l"(source), "n"(bytes) : "memory");
 #endif
 }
 
 NINFERC_DEVICE void cp_async_commit() {
-#if defined(NINFERC_EMULATOR)
+#if NINFERC_HAS_CP_ASYNC && defined(NINFERC_EMULATOR)
   ninferc_emulator_cp_async_commit();
 #elif NINFERC_HAS_CP_ASYNC
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -58,7 +58,7 @@ NINFERC_DEVICE void cp_async_commit() {
 // Waits until at most `pending` of the calling thread's committed groups are unfinished.
 template <u32 pending>
 NINFERC_DEVICE void cp_async_wait() {
-#if defined(NINFERC_EMULATOR)
+#if NINFERC_HAS_CP_ASYNC && defined(NINFERC_EMULATOR)
   ninferc_emulator_cp_async_wait(pending);
 #elif NINFERC_HAS_CP_ASYNC
   asm volatile("cp.async.wait_group %0;" :: "n"(pending) : "memory");

@@ -16,10 +16,11 @@
 #pragma once
 #include <ninferc/base/types.cuh>
 #include <ninferc/base/vec.cuh>
+#include <ninferc/base/warp.cuh>
 
 namespace ninferc {
 
-// d += A(16x16) * B(16x8), bf16 in, f32 accumulate.  sm_80+.
+// d += A(16x16) * B(16x8), bf16 in, f32 accumulate.
 #if NINFERC_HAS_BF16_MMA
 NINFERC_DEVICE void mma_m16n8k16_bf16(f32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 #if defined(NINFERC_EMULATOR)
@@ -52,6 +53,24 @@ NINFERC_DEVICE u32 f32_to_tf32(f32 v) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(v));
   return result;
 #endif
+}
+#else
+// Below sm_80 on the FP32 units: a lane fetches the rows and columns of its four sums, four of K at a time.  (Halves would not
+// do instead: they hold bf16 values of a small range only.)  A loop, since a kernel has hundreds of these.
+NINFERC_DEVICE void mma_m16n8k16_bf16(f32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  const u32 column = lane_id() % 4 * 8;  // first of the lanes that hold B's column 2 pair
+#pragma unroll 1
+  for (u32 p = 0; p < 4; ++p) {
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+      const f32x2 upper = unpack_bf16x2(shfl(a[2 * half], p, 4)), lower = unpack_bf16x2(shfl(a[2 * half + 1], p, 4));
+      const f32x2 left = unpack_bf16x2(shfl(b[half], column + p)), right = unpack_bf16x2(shfl(b[half], column + 4 + p));
+      d[0] = fmaf(upper.y, left.y, fmaf(upper.x, left.x, d[0]));
+      d[1] = fmaf(upper.y, right.y, fmaf(upper.x, right.x, d[1]));
+      d[2] = fmaf(lower.y, left.y, fmaf(lower.x, left.x, d[2]));
+      d[3] = fmaf(lower.y, right.y, fmaf(lower.x, right.x, d[3]));
+    }
+  }
 }
 #endif
 

@@ -1,4 +1,4 @@
-// Row product on warp-level products (sm_80+), for GPUs without warpgroup products: y[tokens, n] = x W^T as y^T tiles.
+// Row product on warp-level products, for GPUs without warpgroup products: y[tokens, n] = x W^T as y^T tiles.
 //
 // A warp owns 32 weight rows and all tokens of the tile, so every weight is unpacked once per block, into A fragments; B
 // fragments come from the x tile.  A product does not care how columns of K are numbered as long as both operands agree: lane
@@ -8,7 +8,6 @@
 #include <ninferc/base/mma.cuh>
 #include <ninferc/gemm/output.cuh>
 
-#if NINFERC_HAS_BF16_MMA
 namespace ninferc::gemm {
 
 // A fragments of a stage's 64 columns for rows `row` and `row + 8`: four products of 16 columns.
@@ -146,4 +145,3 @@ NINFERC_DEVICE void rows_mma(const Operands& o, const bf16* residual, u32 residu
 }
 
 }  // namespace ninferc::gemm
-#endif
