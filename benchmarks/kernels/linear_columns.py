@@ -107,7 +107,7 @@ def variants(product: Product, caps: DeviceCaps, count: int, around: bool) -> It
 
 
 def _kind(tile: Tile) -> tuple[Any, ...]:
-    return tile.mtiles, tile.warps_r * tile.warps_k, tile.resident, tile.blocks_per_sm, tile.split, tile.clustered
+    return tile.mtiles, tile.warps_r * tile.warps_k, tile.resident, tile.blocks_per_sm, tile.split, tile.clustered, tile.mixed
 
 
 class Bench:
@@ -239,7 +239,8 @@ class Bench:
 
 def spell(tile: dict[str, Any]) -> str:
     return (f"m{tile['mtiles']} {tile['warps_r']}x{tile['warps_k']} s{tile['stages']} {'res' if tile['resident'] else 'ring'} "
-            f"b{tile['blocks_per_sm']}{' split' if tile['split'] else ''}{' clustered' if tile['clustered'] else ''} "
+            f"b{tile['blocks_per_sm']}{' split' if tile['split'] else ''}{' clustered' if tile['clustered'] else ''}"
+            f"{' mixed' if tile['mixed'] else ''} "
             f"{tile['release']}")  # fmt: skip
 
 

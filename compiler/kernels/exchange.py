@@ -164,6 +164,7 @@ def residual_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps, nor
         grid=(parts, rows, 2 if senders else 1), block=THREADS, smem=0,
         args=(*arguments, "rows", "columns", *PROTOCOL, "apart", *(["tiles"] if tiles else [])),
         scalars=scalars, waits_first=True, early=SETTLED if settled else (),
+        ahead=() if not (settled and pushed and parts == 1) else ("y",) if norm is None else ("y", "normed"),
         reason=f"{wire} partial sums, {how}; {parts * rows} blocks wait{', norm behind it' if norm else ''}",
     )  # fmt: skip
 

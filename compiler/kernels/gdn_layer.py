@@ -78,7 +78,7 @@ def layer_spec(ops: LayerOps, types: Mapping[str, Types], lanes: int, width: int
     require(settled in ("nothing", "state", "hidden"), ops.gdn, f"settled is {settled!r}")
     bucket = next(b for b in (1, 8, MAX_COLUMNS) if width <= b)
     # four where each finds a multiprocessor of its own, two of many heads
-    parts = next((p for p in (4, 2) if caps.clusters and dv % (8 * p) == 0 and (p == 2 or p * hv <= caps.sms)), 1)
+    parts = next((p for p in (4, 2) if caps.clusters and dv % (8 * p) == 0 and (p == 2 or p * hv * lanes <= caps.sms)), 1)
     warps = 4 if parts == 2 and bucket == 1 and settled == "hidden" else 8
     # of the launch bounds: half a multiprocessor's threads, so 128 registers, where these suffice
     bound = 512 if parts > 1 and bucket < MAX_COLUMNS else 32 * warps

@@ -390,7 +390,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         waits_first=True,
         published=("normed",) if product.keep else (),
         reason=f"{'warpgroup products, ' if tile.warpgroup else ''}{blocks} blocks of {tile.warps_r} x {tile.warps_k} warps, "
-        f"{16 * tile.mtiles * pair_of(product, tile)} rows a tile, K in "
+        f"{16 * tile.mtiles * pair_of(product, tile)} rows a tile{' (gate and up mixed)' if tile.mixed else ''}, K in "
         f"{product.segments * product.slices} slices, {tile.stages} stages, activations "
         f"{'resident' if tile.resident else 'streamed'}{', a segment per block' if tile.split else ''}"
         f"{', segments meet in a cluster' if tile.clustered else ''}, dependents released {tile.release}",

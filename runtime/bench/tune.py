@@ -123,7 +123,6 @@ class Tuner:
         phase = self._program.phases[f"decode{lanes}x{width}"]
         choices = sorted(self._choices(phase), key=lambda c: -len(c.calls) * c.weight)
         specs: dict[int, KernelSpec] = {}
-        best = self._time(phase, specs, context, steps)
         for choice in choices:
             # a device that has become warm is slower: what was measured minutes ago cannot be beaten
             best = self._time(phase, specs, context, steps)
@@ -138,6 +137,6 @@ class Tuner:
                     if seconds < best * GAIN:
                         best, specs, choice.tile = seconds, trial, tile
             self._log(f"{choice.key}: {asdict(choice.tile)} step {best * 1e3:.3f} ms, {len(tried)} tried")
-        first = self._time(phase, {}, context, steps)
+        first, best = (self._time(phase, taken, context, steps) for taken in ({}, specs))
         self._log(f"decode{lanes}x{width}: step {first * 1e3:.3f} ms -> {best * 1e3:.3f} ms")
         return {choice.key: asdict(choice.tile) for choice in choices}

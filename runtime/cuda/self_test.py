@@ -52,8 +52,8 @@ def _cases(program: Program, transport: str) -> Iterator[_Case]:
             if op is None or transport == STAGED:
                 continue
             types = operand_types(program, phase, op)
-            if not in_slices(op, types, transport):
-                continue
+            if not in_slices(op, types, transport) or program.kernels[item.entry].spec.early:
+                continue  # in a chain of exchanges nothing is settled
             columns, width = types["y"].shape
             if item.rank not in widest or widest[item.rank].columns < columns:
                 spec = program.kernels[item.entry].spec

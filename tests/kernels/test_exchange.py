@@ -21,9 +21,11 @@ from compiler.kernels.spec import KernelSpec
 from compiler.ops.exchange_begin import number
 from compiler.ops.sample import MAX_CANDIDATES
 from runtime.control import sampling_words
+from tests.emulator import toolchain
 from tests.emulator.harness import from_bf16, to_bf16
 from tests.gpu_launch import EmulatorLauncher
 from tests.kernels.encoded_weights import random_weights
+from tests.kernels.programmatic import ProgrammaticEmulator
 
 Array = np.ndarray[Any, Any]
 PEER, HOST, STAGED = range(3)
@@ -34,7 +36,7 @@ TILES = Tiles(2, 96)  # tokens and values, neither of which divides what is exch
 def launch(backend: Any, spec: KernelSpec, args: dict[str, Any]) -> None:
     source = render(spec.template, spec.entry, spec.params)
     values = [args[name] if name in args else spec.scalars[name] for name in spec.args]
-    if isinstance(backend, EmulatorLauncher):
+    if type(backend) is EmulatorLauncher:
         from tests.emulator.emulator import compile_kernel
         from tests.emulator.emulator import launch as emulate
 
@@ -182,7 +184,7 @@ def test_sum(kernel_backend: Any, slices: Any, monkeypatch: pytest.MonkeyPatch, 
     site.deliver(rank, form if form in ("slices", "tiles") else "words")
     site.args["tiles"] = {PEER: 1, HOST: 2, STAGED: 0}[transport] if tiles else 0
     site.args["apart"] = rank
-    if form == "pushed" and spec.early:  # the sums themselves may come later
+    if form == "pushed" and spec.ahead and transport == PEER:  # the sums themselves may come later
         site.inbox.echo(site.sequence)[: columns * width] = as_words(site.parts[rank].reshape(-1), site.sequence, "f32")
         site.args["partial"] = np.full((columns, width), np.nan, np.float32)
     launch(kernel_backend, spec, site.args)
@@ -296,6 +298,23 @@ def test_pushed_words_are_awaited_from_both_ranks(kernel_backend: Any, old: str)
     launch(kernel_backend, spec, site.args)
     assert (site.args["step"][3] == DeviceFault.EXCHANGE) == (old != "neither")
     assert np.array_equal(site.args["y"], site.expected()) == (old == "neither")
+
+
+@pytest.mark.skipif(toolchain.missing_reason() is not None, reason=str(toolchain.missing_reason()))
+@pytest.mark.parametrize("transport", [PEER, HOST, STAGED], ids=["PEER", "HOST", "STAGED"])
+def test_what_an_exchange_touches_before_its_wait(transport: int) -> None:
+    """Residual and numbers; over peer memory the mail and its results as well, but never the sums that the product stores."""
+    site = Site(2, 128, "f32", 6, transport)
+    site.put(0)
+    site.deliver(0, "words")
+    site.inbox.echo(6)[:256] = as_words(site.parts[0].reshape(-1), 6, "f32")
+    emulator = ProgrammaticEmulator(("norm_w", *(("inbox", "hang") if transport == PEER else ())))
+    spec = residual_spec(residual_op(0, "f32", pushed=True), types_of(2, 128), emulator.caps(), NORM, settled=True)
+    assert spec.ahead == ("y", "normed")
+    launch(emulator, spec if transport == PEER else replace(spec, ahead=()), site.args)
+    assert np.array_equal(site.args["y"], site.expected())
+    wide = residual_spec(residual_op(0, "f32", pushed=True), types_of(8, 5120), emulator.caps(), settled=True)
+    assert wide.grid[0] > 1 and not wide.ahead, "blocks with a part of a column know nothing of the others"
 
 
 @pytest.mark.parametrize("form", ["words", "slices"])
@@ -446,12 +465,13 @@ def test_a_product_sends_what_it_stores(kernel_backend: Any, format: str, n: int
     outputs = []
     mail = Mail(columns * n + 6, 3, 64, echo=True)
     outbox, inbox = MailBox(mail), MailBox(mail)
+    over = {"host": HOST, "staged": STAGED}.get(case, PEER)
     for product in (stored, replace(stored, epilogue="push_f32")):
         spec = spec_of(product, tile or choose(product, target), target)
         y = np.full((columns, n + 8), np.nan, np.float32)
         args: dict[str, Any] = {"x": x, "x_stride": k, "y": y, "y_stride": n + 8, "ordinal": ordinal, "slot_words": mail.words,
                                 "slot_slices": mail.slices, "slot_bytes": mail.nbytes, "inbox": inbox.array,
-                                "transport": {"peer": PEER, "host": HOST, "staged": STAGED}.get(case, PEER), "outbox": outbox.array,
+                                "transport": over, "outbox": outbox.array,
                                 "sequence": np.array([base, 0, 0, 0], np.uint32), "step": np.zeros(4, np.int32)}  # fmt: skip
         args["step"][3] = DeviceFault.EXCHANGE if case == "lost" else 0
         args |= zip(("w_codes", "w_high", "w_scales", "w_divisor"), weights.pointers(), strict=True)

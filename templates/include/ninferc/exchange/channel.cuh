@@ -47,7 +47,7 @@ struct Channel {
   NINFERC_DEVICE Channel(u64* outbox_, u64* inbox_, u32* hang_, i32* step_, const u32* sequence_, u32 ordinal, u32 transport_,
                          u32 slot_words_, u32 slot_slices_, u32 slot_bytes_)
       : outbox(outbox_), inbox(inbox_), hang(hang_), step(step_), transport(transport_), slot_words(slot_words_),
-        slot_slices(slot_slices_), slot_bytes(slot_bytes_), sequence(number(ld_global<u32>(sequence_), ordinal)), dead(lost()) {}
+        slot_slices(slot_slices_), slot_bytes(slot_bytes_), sequence(number(ld_cg<u32>(sequence_), ordinal)), dead(lost()) {}
 
   NINFERC_DEVICE u64 word(u32 value) const { return (u64(sequence) << 32) | value; }
   NINFERC_DEVICE bool ready(u64 word) const { return u32(word >> 32) == sequence; }

@@ -180,8 +180,9 @@ NINFERC_DEVICE void receive_pushed(const Channel& channel, const Site& site, u32
 // needs, for which these blocks wait.
 //
 // Ahead of the dependency wait: words that a product pushed over peer memory are taken from there and from the echo as they come,
-// the results stored, and only then the product's end awaited, for the kernels behind this one. A block has all words of its
-// columns by then, so every block of the product has read its activations, whose memory the results may take.
+// the results stored, and only then the product's end awaited, for the kernels behind this one. A block has all words of whole
+// columns by then, and a product pushes a word when the sums of all columns are done: every block of the product has read its
+// activations, whose memory the results may take. The product stands directly in front (compiler/passes/early.py).
 template <class Config>
 NINFERC_DEVICE void residual(const Channel& channel, const Rows& rows, const NormRows& norm,
                              const u32 (&gain)[ResidualShape<Config>::rounds], const Site& site, bool apart, f32* parts) {
@@ -192,10 +193,10 @@ NINFERC_DEVICE void residual(const Channel& channel, const Rows& rows, const Nor
 #pragma unroll
     for (u32 j = 0; j < S::rounds; ++j) {
       const u32 i = threadIdx.x + j * residual_threads;
-      if (i < S::pairs) old[j] = ld_global<u32>(row + 2 * i);
+      if (i < S::pairs) old[j] = ld_cg<u32>(row + 2 * i);
     }
   };
-  const bool ahead = S::pushed && S::settled && channel.transport == transport_peer;
+  const bool ahead = S::pushed && S::settled && S::parts == 1 && channel.transport == transport_peer;
   if constexpr (S::settled) {
     if (!site.sender && site.column < rows.columns) load_residual(site.column);
     if (!ahead) grid_dependency_wait();
