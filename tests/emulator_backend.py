@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from compiler.control import egress_extent
+from compiler.emit.arch import capability
 from compiler.emit.render import render
 from compiler.ir.op import Op
 from compiler.ir.types import Kind
@@ -91,7 +92,9 @@ class EmulatorBackend:
     def _kernel(self, entry: str) -> Any:
         if entry not in self._kernels:
             spec = self.program.kernels[entry].spec
-            self._kernels[entry] = compile_kernel(render(spec.template, entry, spec.params), name=entry)
+            target = self.program.caps
+            self._kernels[entry] = compile_kernel(render(spec.template, entry, spec.params), name=entry,
+                                                  arch=target.code_arch or 10 * capability(target))  # fmt: skip
         return self._kernels[entry]
 
     def launch(self, phase: str) -> None:

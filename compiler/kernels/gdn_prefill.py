@@ -28,7 +28,7 @@ def chunked_fits(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps) -> b
     """Whether the chunked kernels serve this prefill ``gdn`` op on the target; the recurrence (``recurrent_spec``)
     serves the rest: chunk calls that are no multiple of 64 columns, targets with too little shared memory."""
     _, _, dk, _ = head_shape(op)
-    return types["y"].shape[0] % CHUNK == 0 and caps.cp_async and carry_shared(dk, 1) <= caps.smem_block
+    return types["y"].shape[0] % CHUNK == 0 and carry_shared(dk, 1) <= caps.smem_block
 
 
 def intra_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps) -> KernelSpec:

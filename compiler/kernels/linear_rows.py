@@ -72,7 +72,7 @@ def tiles(fmt: str, store: str, caps: DeviceCaps) -> Iterator[Tile]:
                 yield tile
     else:
         for rows in (128, 256):
-            for tokens in (64, 128):
+            for tokens in (64, 128) if caps.bf16_mma else (64,):  # on FP32 units wide tiles are longer code, not faster
                 stage = _stage_bytes(fmt, rows, tokens, 128)
                 # Two blocks of four warps hide each other's barriers; otherwise one block of eight has the same warps.
                 blocks = 2 if rows == 128 and (caps.smem_sm // 2 - RESERVED) // stage >= 2 else 1

@@ -22,7 +22,7 @@ from compiler.kernels.spec import DeviceCaps, KernelSpec
 from runtime.bench.device_fill import ToolKernels
 from tests.models import EXAMPLE
 
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 TINY = "tiny-hybrid"
 DENSE = tuple(str(identity) for identity in REGISTRY if identity.model_id.endswith("27b"))
 STEP = ((1, 1),)  # one lane, one column

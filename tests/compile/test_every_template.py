@@ -1,7 +1,8 @@
 """Every kernel compiles for every target, fits a block, and no decode kernel uses local memory.
 
-By default: the example model on every target, and one 27B model on a data centre and on a consumer target. Under
-``-m slow``: every registered dense model, all targets, one and two ranks.
+By default: the example model on every target (on sm_75 one kernel of each template, as products on FP32 units are long),
+and one 27B model on a data centre and on a consumer target. Under ``-m slow``: every registered dense model, all targets,
+one and two ranks.
 """
 
 from __future__ import annotations
@@ -40,12 +41,18 @@ def example_kernels(arch: str) -> tuple[Kernel, ...]:
     return (*one, *new, *inst.tool_kernels(arch))
 
 
-@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("arch", [pytest.param("sm_75", marks=pytest.mark.slow), *(arch for arch in TARGETS if arch != "sm_75")])
 def test_example_on_every_target(arch: str, cache: Path) -> None:
     check(example_kernels(arch), arch, cache)
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+def test_templates_on_turing(cache: Path) -> None:
+    of_template = {kernel.spec.template: kernel for kernel in reversed(example_kernels("sm_75"))}
+    assert len(of_template) > 20
+    check(tuple(of_template.values()), "sm_75", cache)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a", pytest.param("sm_75", marks=pytest.mark.slow)])
 def test_27b_step(arch: str, cache: Path) -> None:
     check(inst.kernels("qwen3.8-27b/nvfp4", arch, (*STEP, (1, 24))), arch, cache)
 

@@ -124,7 +124,9 @@ def make_case(before: Sequence[int], active: Sequence[int], width: int, *, heads
 
 def consumer_card(backend: Any, sms: int = 5) -> DeviceCaps:
     """The backend's device restricted to what a consumer card has: 99 KiB of shared memory per block, mma.sync only."""
-    return replace(backend.caps(sms=sms), smem_block=99 * 1024, smem_sm=100 * 1024, wgmma=False, clusters=False)
+    own = backend.caps(sms=sms)
+    return replace(own, smem_block=min(own.smem_block, 99 * 1024), smem_sm=min(own.smem_sm, 100 * 1024), wgmma=False,
+                   clusters=False)  # fmt: skip
 
 
 WORK_LIST = """

@@ -18,7 +18,7 @@ from compiler.emit.render import render
 from compiler.ir.op import Op
 from compiler.ir.types import Ref, TensorType
 from compiler.kernels.gdn_decode import recurrent_spec
-from compiler.kernels.gdn_prefill import carry_shared, carry_spec, intra_spec
+from compiler.kernels.gdn_prefill import carry_shared, carry_spec, chunked_fits, intra_spec
 from compiler.kernels.spec import KernelSpec
 from compiler.ops import gdn
 from tests.emulator.harness import decode, from_bf16, poisoned, to_bf16
@@ -236,11 +236,12 @@ class Layer:
         return self._finish(operands, lanes, width)
 
     def prefill(self, slot: int, tokens: Tokens, width: int, chunked: bool = True) -> Array:
-        """One prefill call of ``width`` columns of which len(tokens) are active. Returns o."""
+        """One prefill call of ``width`` columns of which len(tokens) are active. Returns o. ``chunked``: where the backend's
+        device has room for it."""
         operands: dict[str, Array | View] = {**self._columns([tokens], width), **self._tables([slot], [tokens]), **self.state()}
         op = op_of("gdn", operands, vars_of(gdn.Gdn), phase="prefill", **self.shape.attrs)
         target = self.backend.caps()
-        if chunked:
+        if chunked and chunked_fits(op, types_of(operands), target):
             values, ops = gdn.lower_prefill(op, types_of(operands), "t")
             for name, value in zip(("matrices", "rows"), values, strict=True):
                 operands[name] = poisoned(value.type.shape, "f32")

@@ -28,7 +28,7 @@ from compiler.kernels.linear_columns import (
     slices_of,
     spec_of,
 )
-from compiler.kernels.spec import KernelSpec
+from compiler.kernels.spec import DeviceCaps, KernelSpec
 from tests.emulator.harness import assert_close_to_fp64, from_bf16, poisoned, to_bf16, under_schedules
 from tests.gpu_launch import EmulatorLauncher
 from tests.kernels.encoded_weights import Weights, random_weights
@@ -38,6 +38,7 @@ H200 = caps("sm_90a")
 EPS = 1e-6
 # An FP32 output carries the error of its own sum, which an output rounded to bf16 hides.
 F32_FACTOR = 60.0
+SMALL = 99 << 10  # bytes of shared memory of a block, below which not all of these tests' tiles fit
 
 
 def label(value: Product | Tile) -> str:
@@ -52,11 +53,19 @@ def activations(rng: np.random.Generator, columns: int, k: int) -> Array:
     return to_bf16(rng.standard_normal((columns, k)) * np.exp2(rng.integers(-3, 4, (columns, 1))))
 
 
+def skip_large(product: Product, tile: Tile, target: DeviceCaps) -> None:
+    """Skips the test on a card with too little shared memory for a tile that it names."""
+    if target.smem_block < SMALL and not fits(product, tile, target):
+        pytest.skip(f"{tile} does not fit the {target.smem_block} bytes of shared memory of {target.arch}")
+
+
 def launch(backend: Any, product: Product, weights: Weights, x: Array, tile: Tile | None = None, residual: Array | None = None,
            norm_w: Array | None = None, normed: Array | None = None, pad: int = 0) -> Array:  # fmt: skip
     """The output [columns, outputs] of one launch; ``pad`` more elements per row on every strided operand, checked to be
     untouched."""
     target = backend.caps()
+    if tile:
+        skip_large(product, tile, target)
     spec = spec_of(product, tile or choose(product, target), target, EPS)
     return launch_spec(backend, spec, product, weights, x, residual, norm_w, normed, pad)
 
@@ -162,7 +171,7 @@ def test_bits_do_not_depend_on_the_tile(kernel_backend: Any, format: str, column
         if fits(product, tile, target):
             spec = spec_of(product, tile, target)
             outputs.append(launch_spec(kernel_backend, spec, product, weights, x))
-    assert len(outputs) >= 5
+    assert len(outputs) >= (4 if target.smem_block < SMALL else 5)
     assert_close_to_fp64(outputs[0], reference(product, weights, x), "bf16")
     for other in outputs[1:]:
         assert np.array_equal(outputs[0], other)
@@ -243,13 +252,14 @@ def test_many_columns(kernel_backend: Any, product: Product) -> None:
         if fits(product, tile, target):
             spec = spec_of(product, tile, target)
             outputs[tile] = launch_spec(kernel_backend, spec, product, weights, x, residual, pad=8)
-    first = outputs.pop(tiles[0])
+    first = outputs.pop(tiles[0] if tiles[0] in outputs else next(iter(outputs)))
     wanted = reference(product, weights, x, residual)
     if product.epilogue == "store_f32":
         assert_close_to_fp64(first, wanted, "f32", factor=F32_FACTOR)
     else:
         assert_close_to_fp64(first, wanted, "bf16")
-    assert len(outputs) >= 2 and any(tile.warpgroup for tile in outputs) == kernel_backend.caps().wgmma
+    assert len(outputs) >= (0 if target.smem_block < SMALL else 2)
+    assert any(tile.warpgroup for tile in outputs) == kernel_backend.caps().wgmma
     for tile, other in outputs.items():
         assert np.array_equal(first, other), tile
 
@@ -300,7 +310,9 @@ def test_gate_and_up_rows_in_one_matrix_tile(kernel_backend: Any, format: str, o
     plain = launch(kernel_backend, product, weights, x, Tile(2, 2, 1, 3, True, 0))
     assert_close_to_fp64(plain, reference(product, weights, x), "bf16")
     for i, tile in enumerate((Tile(1, 3, 2, 3, True, 1, mixed=True), Tile(1, 2, 1, 3, False, 0, mixed=True))):
-        spec = spec_of(product, tile, kernel_backend.caps(sms=1 + i))
+        target = kernel_backend.caps(sms=1 + i)
+        skip_large(product, tile, target)
+        spec = spec_of(product, tile, target)
         assert np.array_equal(plain, launch_spec(kernel_backend, spec, product, weights, x, pad=8)), tile
 
 
@@ -339,7 +351,10 @@ def test_no_race(product: Product, tile: Tile) -> None:
     rng = np.random.default_rng(8)
     weights = random_weights(rng, product.format, product.n, product.k)
     x = activations(rng, product.columns, product.k)
-    spec = spec_of(product, tile, caps("sm_90a", sms=2))
+    target = EmulatorLauncher().caps(sms=2)
+    if not fits(product, tile, target):
+        pytest.skip(f"{tile} does not fit {target.arch}")
+    spec = spec_of(product, tile, target)
     run = under_schedules(lambda seed: [launch_spec(EmulatorLauncher(seed), spec, product, weights, x)])
     assert_close_to_fp64(run[0], reference(product, weights, x), "bf16")
 

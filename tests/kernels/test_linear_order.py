@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compiler.kernels.linear_columns import Product, Tile, fits, slices_of
+from compiler.kernels.linear_columns import Product, Tile, slices_of
 from tests.kernels.encoded_weights import random_weights
-from tests.kernels.test_linear_columns import activations, launch
+from tests.kernels.test_linear_columns import activations, launch, skip_large
 
 
 @pytest.mark.parametrize("format", ["BF16", "Q4G64_F16S"])
@@ -22,7 +22,7 @@ def test_four_slices_in_registers_and_in_shared_memory(kernel_backend: Any, form
     outputs = []
     for warps_k in (1, 2, 4):  # one warp adds in registers; several meet in shared memory
         tile = Tile(1, 1, warps_k, 3, False, 0)
-        assert fits(product, tile, kernel_backend.caps())
+        skip_large(product, tile, kernel_backend.caps())
         outputs.append(launch(kernel_backend, product, weights, x, tile))
     for other in outputs[1:]:
         assert np.array_equal(outputs[0], other)

@@ -30,7 +30,10 @@ def target(backend: Any, family: str) -> DeviceCaps:
 
 def pick(fmt: str, store: str, device: DeviceCaps, tokens: int) -> Tile:
     """The tile of this many tokens with the fewest rows."""
-    return min((t for t in tiles(fmt, store, device) if t.tokens == tokens), key=lambda t: t.rows)
+    found = [t for t in tiles(fmt, store, device) if t.tokens == tokens]
+    if not found and device.smem_block < 99 << 10:
+        pytest.skip(f"no tile of {tokens} tokens fits the {device.smem_block} bytes of shared memory of {device.arch}")
+    return min(found, key=lambda t: t.rows)
 
 
 def expected(x: Array, weights: Weights, store: str, residual: Array | None) -> Array:

@@ -258,11 +258,10 @@ NINFERC_DEVICE u32 hmul2_f16(u32 a, u32 b) {
 // bf16: fused multiply-add is native from sm_80 and is also the add and the multiply (times one, plus minus zero).
 // Below sm_80 the work is done in f32 and then rounded to bf16, which may differ in the last bit at a tie.
 NINFERC_DEVICE u32 hfma2_bf16(u32 a, u32 b, u32 c) {
-#if defined(NINFERC_EMULATOR)
+#if NINFERC_ARCH < 800
+  return pack_bf16x2(fmaf(bf16x2_lo(a), bf16x2_lo(b), bf16x2_lo(c)), fmaf(bf16x2_hi(a), bf16x2_hi(b), bf16x2_hi(c)));
+#elif defined(NINFERC_EMULATOR)
   return ninferc_emulator::packed_fma_bf16(a, b, c);
-#elif NINFERC_ARCH < 800
-  return pack_bf16x2(__fmaf_rn(bf16x2_lo(a), bf16x2_lo(b), bf16x2_lo(c)),
-                     __fmaf_rn(bf16x2_hi(a), bf16x2_hi(b), bf16x2_hi(c)));
 #else
   u32 result;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
