@@ -23,8 +23,10 @@ SAMPLED = Sampling(0.9, 0.95, 20, 0.0, 1.0, 0.2, seed=3)
 
 
 def run(tp: int, sampling: Sampling, transport: str = "staged", columns: int = 4, prefill: str = "none",
-        tiles: bool | None = None, wgmma: bool = True, **options: Any) -> tuple[list[int], bytes]:  # fmt: skip
-    artifact, target = models.artifact("dense-small"), replace(caps("sm_90a", sms=6), wgmma=wgmma)
+        tiles: bool | None = None, wgmma: bool = True, arch: str = "sm_90a",
+        **options: Any) -> tuple[list[int], bytes]:  # fmt: skip
+    own = caps(arch, sms=6)
+    artifact, target = models.artifact("dense-small"), replace(own, wgmma=wgmma and own.wgmma)
     program = compile_program(artifact, target, CompileOptions(tp=tp, **(OPTIONS | options)), images=False)
     backend = EmulatorBackend(program, models.store("dense-small", "bf16"), transport=transport, tiles=tiles)
     session = Session(backend, prefill=prefill, columns=columns)
@@ -71,3 +73,13 @@ def test_tiles_of_products_give_the_bits_of_exchanges(wire: str, wgmma: bool) ->
     want = run(2, Sampling(), "peer", fused=False, **options)
     for transport, tiles in (("peer", True), ("host", True), ("peer", False)):
         assert run(2, Sampling(), transport, tiles=tiles, **options) == want, (transport, tiles)
+
+
+def test_turing() -> None:
+    """A whole program with bf16 products on FP32 units: the tokens of another architecture."""
+    assert run(1, Sampling(), prefill="chunks", arch="sm_75")[0] == run(1, Sampling(), prefill="chunks")[0]
+
+
+@pytest.mark.slow
+def test_two_ranks_of_turing() -> None:
+    assert run(2, Sampling(), "host", arch="sm_75") == run(1, Sampling(), arch="sm_75")
