@@ -18,7 +18,7 @@ from compiler.program.model import Program
 
 CARD = os.environ.get("NINFERC_TEST_AS", "")
 STALE = 300  # seconds after which a lock belongs to a process that was killed
-CONSUMER = ("rtx5090", "rtx4090", "rtx3090", "rtx5060ti")
+CONSUMER = ("rtx5090", "rtx4090", "rtx3090", "rtx2080ti", "rtx5060ti")
 
 
 def target(physical: DeviceCaps, sms: int | None = None) -> DeviceCaps:

@@ -1,7 +1,8 @@
 """Rates of known cards, and what they allow: time of a call, instruction slots per weight.
 
 Bandwidth is what a plain read kernel reaches. Measured: H200 (docs of this project), RTX 5090 1,674.5 GB/s; elsewhere 93%
-of the vendor's figure. FLOP rates are the vendors' dense BF16 figures with FP32 accumulation, clocks their boost clocks.
+of the vendor's figure. FLOP rates are the vendors' dense BF16 figures with FP32 accumulation (sm_75 has no such products:
+those of its FP32 units), clocks their boost clocks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ GAP_PROGRAMMATIC, GAP_FULL = 0.6e-6, 1.7e-6  # seconds between streaming kernels
 
 @dataclass(frozen=True)
 class Rates:
-    """A card: bytes/s it can read, FLOP/s of its matrix cores, clock in Hz; ``measured`` speaks of the bandwidth."""
+    """A card: bytes/s it can read, FLOP/s of its products, clock in Hz; ``measured`` speaks of the bandwidth."""
 
     card: str
     bandwidth: float
@@ -30,8 +31,8 @@ class Rates:
 
 # (compute capability, multiprocessors): the card that such a target most likely is
 _CARDS: dict[tuple[int, int], Rates] = {
-    (75, 68): Rates("RTX 2080 Ti", PRACTICAL * 616e9, 53.8e12, 1.545e9),
-    (75, 40): Rates("T4", PRACTICAL * 320e9, 65e12, 1.59e9),
+    (75, 68): Rates("RTX 2080 Ti", PRACTICAL * 616e9, 13.45e12, 1.545e9),
+    (75, 40): Rates("T4", PRACTICAL * 320e9, 8.1e12, 1.59e9),
     (80, 108): Rates("A100 40GB", PRACTICAL * 1555e9, 312e12, 1.41e9),
     (86, 82): Rates("RTX 3090", PRACTICAL * 936e9, 71e12, 1.695e9),
     (86, 28): Rates("RTX 3060", PRACTICAL * 360e9, 25.5e12, 1.777e9),

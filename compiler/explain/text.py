@@ -84,6 +84,8 @@ def program_lines(program: Program, at: Rates) -> Iterator[str]:
     """What the whole program is."""
     artifact, caps = program.artifact, program.caps
     yield f"target      {caps.arch}, {caps.sms} multiprocessors, {amount(caps.smem_block)} shared memory per block"
+    if not caps.bf16_mma:
+        yield "note        no matrix instructions for bf16: products run on FP32 units"
     basis = "measured" if at.measured else "from vendor figures"
     yield (f"rates       {at.card}: {at.bandwidth / 1e12:.3g} TB/s ({basis}), {at.flops / 1e12:.4g} TFLOP/s, "
            f"{at.clock / 1e9:.3g} GHz")  # fmt: skip

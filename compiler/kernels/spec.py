@@ -19,8 +19,8 @@ class DeviceCaps:
     smem_block: int
     smem_sm: int
     l2_bytes: int
-    bf16_mma: bool  # sm_80+
-    cp_async: bool  # sm_80+
+    bf16_mma: bool  # sm_80+; else products run on FP32 units (base/mma.cuh)
+    cp_async: bool  # sm_80+; else copies happen at once (base/async.cuh)
     bulk_copy: bool  # sm_90+: cp.async.bulk, mbarrier transactions
     wgmma: bool  # sm_90a only
     fp8_convert: bool  # sm_89+

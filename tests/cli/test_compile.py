@@ -19,19 +19,20 @@ from tests.cli.conftest import rejected, run_cli
 from tests.models import ROOT
 
 
-def test_a_real_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
+def test_a_real_compile(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With NVRTC: cubins for the target, no GPU involved; a second compile takes every kernel from the cache.
 
     One graph alone, to keep the test short."""
     monkeypatch.setattr("compiler.driver.phase_requests", lambda limits, options: [PhaseRequest("decode1x1", "decode", 1, 1)])
     monkeypatch.setenv("NINFERC_CACHE", str(tmp_path / "cache"))
-    command = ["compile", small_model.small_artifact(), "--arch", "sm_80", "--max-context", 128, "--prefill-chunk", 128,
+    command = ["compile", small_model.small_artifact(), "--arch", arch, "--max-context", 128, "--prefill-chunk", 128,
                "--pairs", "1x1", "--jobs", 2]  # fmt: skip
     result = run_cli(*command, "-o", tmp_path / "p")
     assert result.code == 0 and result.out == b"", result.err
     program = load(tmp_path / "p")
-    assert program.caps.arch == "sm_80" and program.limits.max_context == 128
-    assert f"compiling {len(program.kernels)} kernels for sm_80" in result.lines
+    assert program.caps.arch == arch and program.limits.max_context == 128
+    assert f"compiling {len(program.kernels)} kernels for {arch}" in result.lines
     for entry, kernel in program.kernels.items():
         assert kernel.image[:4] == b"\x7fELF" and entry.encode() in kernel.image and kernel.resources.registers > 0
         assert (tmp_path / "p" / "src" / f"{entry}.cu").read_bytes() == kernel.source.encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.dom.minidom import parseString
@@ -155,6 +156,12 @@ def test_the_page_is_written_whole(program: Path, tmp_path: Path) -> None:
     result = run_cli("explain", program, "--html", out)
     assert result.code == 0 and result.out == b"" and result.err == ""
     assert out.read_text("utf-8").endswith("</html>\n") and [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_card_without_bf16_products_is_named(example: Program) -> None:
+    assert not any("matrix instructions" in line for line in explain_text(example, ()))
+    old = replace(example, caps=caps("sm_75"))
+    assert any("no matrix instructions for bf16" in line for line in explain_text(old, ()))
 
 
 # -- plan
