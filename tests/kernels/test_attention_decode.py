@@ -210,6 +210,6 @@ def test_targets_that_cannot_run_it() -> None:
     types = case.types(16)
     many = replace(case, heads=33, kv_heads=1, dim=256).op("decode")
     with pytest.raises(IRError, match="33 query heads per KV head; at most 32"):
-        partial_spec(replace(many, attrs=partial.attrs | many.attrs), types, 1, caps("sm_75"))
+        partial_spec(replace(many, attrs={**partial.attrs, **many.attrs}), types, 1, caps("sm_75"))
     with pytest.raises(IRError, match="33 columns per lane"):
         partial_spec(partial, types, 33, caps("sm_90a"))

@@ -268,6 +268,17 @@ NINFERC_DEVICE u32 hfma2_bf16(u32 a, u32 b, u32 c) {
   return result;
 #endif
 }
+// The same where both results are known to be bf16 numbers, as in unpacking: rounding would be most of the work below sm_80.
+NINFERC_DEVICE u32 hfma2_bf16_exact(u32 a, u32 b, u32 c) {
+#if NINFERC_ARCH < 800
+  return prmt(float_bits(fmaf(bf16x2_lo(a), bf16x2_lo(b), bf16x2_lo(c))),
+              float_bits(fmaf(bf16x2_hi(a), bf16x2_hi(b), bf16x2_hi(c))), 0x7632);
+#else
+  return hfma2_bf16(a, b, c);
+#endif
+}
+NINFERC_DEVICE u32 hadd2_bf16_exact(u32 a, u32 b) { return hfma2_bf16_exact(a, 0x3f803f80u, b); }
+NINFERC_DEVICE u32 hmul2_bf16_exact(u32 a, u32 b) { return hfma2_bf16_exact(a, b, 0x80008000u); }
 NINFERC_DEVICE u32 hadd2_bf16(u32 a, u32 b) { return hfma2_bf16(a, 0x3f803f80u, b); }
 NINFERC_DEVICE u32 hsub2_bf16(u32 a, u32 b) { return hadd2_bf16(a, b ^ 0x80008000u); }
 NINFERC_DEVICE u32 hmul2_bf16(u32 a, u32 b) { return hfma2_bf16(a, b, 0x80008000u); }

@@ -30,7 +30,7 @@ NINFERC_DEVICE u32 and_or(u32 a, u32 b, u32 c) { return lop3<0xea>(a, b, c); }  
 // codes: 8 nibbles.
 NINFERC_DEVICE void unpack_q4(u32 codes, u32 (&out)[4]) {
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) out[i] = hadd2_bf16(codec::and_xor(codes >> (4 * i), 0x000f000fu, 0x43084308u), 0xc308c308u);
+  for (u32 i = 0; i < 4; ++i) out[i] = hadd2_bf16_exact(codec::and_xor(codes >> (4 * i), 0x000f000fu, 0x43084308u), 0xc308c308u);
 }
 
 // high: the 8 bits of the high plane, column j in bit j; bits above are ignored.
@@ -39,7 +39,7 @@ NINFERC_DEVICE void unpack_q5(u32 codes, u32 high, u32 (&out)[4]) {
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) {
     const u32 low = codec::and_xor(codes >> (4 * i), 0x000f000fu, 0x43104310u);
-    out[i] = hadd2_bf16(codec::and_xor(spread << (4 - i), 0x00100010u, low), 0xc310c310u);
+    out[i] = hadd2_bf16_exact(codec::and_xor(spread << (4 - i), 0x00100010u, low), 0xc310c310u);
   }
 }
 
@@ -51,7 +51,7 @@ NINFERC_DEVICE void unpack_q6(u32 codes, u32 high, u32 (&out)[4]) {
   for (u32 i = 0; i < 4; ++i) {
     const u32 low = codec::and_xor(codes >> (4 * i), 0x000f000fu, 0x43204320u);
     const u32 top = i < 2 ? spread << (4 - 2 * i) : spread >> (2 * i - 4);
-    out[i] = hadd2_bf16(codec::and_xor(top, 0x00300030u, low), 0xc320c320u);
+    out[i] = hadd2_bf16_exact(codec::and_xor(top, 0x00300030u, low), 0xc320c320u);
   }
 }
 
@@ -60,7 +60,7 @@ NINFERC_DEVICE void unpack_w8(u32 first, u32 second, u32 (&out)[4]) {
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) {
     const u32 bytes = (i < 2 ? first : second) >> (8 * (i % 2));
-    out[i] = hadd2_bf16(codec::and_xor(bytes, 0x007f007fu, 0x43004300u), codec::and_xor(bytes, 0x00800080u, 0xc300c300u));
+    out[i] = hadd2_bf16_exact(codec::and_xor(bytes, 0x007f007fu, 0x43004300u), codec::and_xor(bytes, 0x00800080u, 0xc300c300u));
   }
 }
 
@@ -82,7 +82,7 @@ constexpr f32 fp8_value = 0x1p120f;
 // Two e4m3 group scales (low byte first, no sign) as two packed pairs scale * 2^119, each in both halves.
 NINFERC_DEVICE void unpack_nvfp4_scales(u32 scales, u32& first, u32& second) {
   const u32 moved = prmt(scales, 0, 0x4140) << 4;                            // scale * 2^-120, one in each half
-  const u32 both = hmul2_bf16(hmul2_bf16(moved, 0x7b807b80u), 0x7b007b00u);  // no single bf16 factor is 2^239
+  const u32 both = hmul2_bf16_exact(hmul2_bf16_exact(moved, 0x7b807b80u), 0x7b007b00u);  // no single bf16 factor is 2^239
   first = prmt(both, both, 0x1010);
   second = prmt(both, both, 0x3232);
 }
@@ -98,7 +98,7 @@ NINFERC_DEVICE u32 nvfp4_pair(u32 word, u32 factor) {
 // 8 E2M1 codes in device order; `scale` as unpack_nvfp4_scales gives it.
 NINFERC_DEVICE void unpack_nvfp4(u32 word, u32 scale, u32 (&out)[4]) {
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) out[i] = hmul2_bf16(nvfp4_pair(word, nvfp4_factor(i)), scale);
+  for (u32 i = 0; i < 4; ++i) out[i] = hmul2_bf16_exact(nvfp4_pair(word, nvfp4_factor(i)), scale);
 }
 
 // Eight activations in natural order, brought into the column order of the format.
@@ -112,8 +112,8 @@ NINFERC_DEVICE u32x4 order_columns(u32x4 x) {
     return u32x4{prmt(x.x, x.y, 0x5410), prmt(x.x, x.y, 0x7632), prmt(x.z, x.w, 0x5410), prmt(x.z, x.w, 0x7632)};
   } else {
     const u32x4 w = order_columns<Format::w8g32>(x);
-    return u32x4{hmul2_bf16(w.x, fp8_activation), hmul2_bf16(w.y, fp8_activation), hmul2_bf16(w.z, fp8_activation),
-                 hmul2_bf16(w.w, fp8_activation)};
+    return u32x4{hmul2_bf16_exact(w.x, fp8_activation), hmul2_bf16_exact(w.y, fp8_activation), hmul2_bf16_exact(w.z, fp8_activation),
+                 hmul2_bf16_exact(w.w, fp8_activation)};
   }
 }
 

@@ -78,20 +78,20 @@ template <Format f>
 NINFERC_DEVICE u32 code_values(u32 codes, u32 high) {
   if constexpr (f == Format::q4g64) {
     // Nibble xor 8 is code + 8; as mantissa bits of 128 it is 136 + code.
-    return hadd2_bf16(codec::and_xor(codes, 0x000f000fu, 0x43084308u), 0xc308c308u);
+    return hadd2_bf16_exact(codec::and_xor(codes, 0x000f000fu, 0x43084308u), 0xc308c308u);
   } else if constexpr (f == Format::q5g64) {
     const u32 low = codec::and_xor(codes, 0x000f000fu, 0x43104310u);
-    return hadd2_bf16(codec::and_xor(high, 0x00100010u, low), 0xc310c310u);
+    return hadd2_bf16_exact(codec::and_xor(high, 0x00100010u, low), 0xc310c310u);
   } else if constexpr (f == Format::q6g64) {
     const u32 low = codec::and_xor(codes, 0x000f000fu, 0x43204320u);
-    return hadd2_bf16(codec::and_xor(high, 0x00300030u, low), 0xc320c320u);
+    return hadd2_bf16_exact(codec::and_xor(high, 0x00300030u, low), 0xc320c320u);
   } else if constexpr (f == Format::w8g32) {
     // Seven low bits as mantissa of 128; the sign bit stands for -128 and is, set into 128, the exponent bit of 256.
-    return hadd2_bf16(codec::and_or(codes, 0x007f007fu, 0x43004300u), codec::and_or(codes, 0x00800080u, 0xc300c300u));
+    return hadd2_bf16_exact(codec::and_or(codes, 0x007f007fu, 0x43004300u), codec::and_or(codes, 0x00800080u, 0xc300c300u));
   } else if constexpr (f == Format::fp8_row) {
     // Sign, four exponent bits and three mantissa bits put where bf16 has them: value * 2^-120, subnormals included.
     const u32 sign = codes & 0x80008000u;
-    return hmul2_bf16(codec::and_or(codes >> 4, 0x07f007f0u, sign), 0x7b807b80u);
+    return hmul2_bf16_exact(codec::and_or(codes >> 4, 0x07f007f0u, sign), 0x7b807b80u);
   } else {
     static_assert(f == Format::nvfp4, "BF16 weights need no conversion");
     return codes;
@@ -112,7 +112,7 @@ struct ScaleQuad {
   u32 low, high;
   NINFERC_DEVICE ScaleQuad(u32 word) : low((word << 4) & 0xf0f0f0f0u), high((word >> 4) & 0x0f0f0f0fu) {}
   NINFERC_DEVICE Scale get(u32 selector) const {  // selector: scale_selector(i)
-    return {hmul2_bf16(hmul2_bf16(prmt(low, high, selector), 0x7b807b80u), 0x7a807a80u), 0};
+    return {hmul2_bf16_exact(hmul2_bf16_exact(prmt(low, high, selector), 0x7b807b80u), 0x7a807a80u), 0};
   }
 };
 NINFERC_DEVICE u32 scale_selector(u32 i) { return i * 0x1111 + 0x4040; }
@@ -122,7 +122,7 @@ template <Format f>
 NINFERC_DEVICE u32 weight_pair(u32 codes, u32 high, Scale scale) {
   const u32 values = code_values<f>(codes, high);
   if constexpr (f == Format::fp8_row) return values;
-  else if constexpr (f == Format::nvfp4) return hmul2_bf16(values, scale.high);
+  else if constexpr (f == Format::nvfp4) return hmul2_bf16_exact(values, scale.high);
   else return hfma2_bf16(values, scale.high, hmul2_bf16(values, scale.low));
 }
 
