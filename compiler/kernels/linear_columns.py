@@ -291,7 +291,8 @@ def _slowdown(product: Product, tile: Tile, caps: DeviceCaps) -> float:
     share = ceil(blocks / caps.sms) / (blocks / caps.sms) if waves <= 1 else ceil(waves) / waves
     _, code_bytes, high_pitch, scale_bytes = FORMATS[product.format]
     stage = tile.mtiles * (16 * code_bytes + 16 * high_pitch + scale_bytes)
-    flight = warps * (tile.stages - (1.25 if tile.resident else 2.25)) * stage
+    # Copies at once: of a warp, what it waits for is in flight, whatever the ring.
+    flight = warps * (tile.stages - (1.25 if tile.resident else 2.25) if caps.cp_async else 1) * stage
     wanted = min(48 << 10, caps.smem_sm // 3)
     walks = tile.blocks_per_sm > 0 or waves <= 1  # else a block ends, and the next begins with an empty ring
     x_reads = min(blocks, together * caps.sms) if tile.resident and walks else blocks
@@ -301,7 +302,7 @@ def _slowdown(product: Product, tile: Tile, caps: DeviceCaps) -> float:
     cost += 0.5 * x_bytes / weight_bytes(product) + (0.015 if tile.clustered else 0.03 if tile.split else 0)
     cost += 0 if tile.resident or tile.warpgroup else 0.15 if few else 0.4
     cost += max(0.0, 0.02 * (14 - warps) if few else 0.06 * (16 - warps))
-    cost += (0 if walks else 0.05) + (0.05 if tile.mtiles == 1 else 0)
+    cost += (0 if walks else 0.05) + (0.05 if tile.mtiles == 1 and caps.bf16_mma else 0)
     cost += 0.1 if tile.warps_k < min(4, product.slices) and few else 0
     return cost + 0.005 * (tile.mtiles + tile.warps_r) + (0.0003 * flight / 1024 if flight > 2 * wanted else 0)
 
