@@ -80,18 +80,16 @@ def in_slices(op: Op, types: Mapping[str, TensorType], transport: str) -> bool:
 @dataclass(frozen=True)
 class Mail:
     """Memory that a rank is written to by the other one: two slots each of ``words`` 8-byte words, of ``slices`` lines and of
-    ``nbytes`` bytes (the payload of slices, or of a staged copy); with ``echo`` two more slots of words, which its own products
-    write. Layout: channel.cuh."""
+    ``nbytes`` bytes (the payload of slices, or of a staged copy). Layout: channel.cuh."""
 
     words: int
     slices: int
     nbytes: int
-    echo: bool = False
 
     @property
     def size(self) -> int:
         """Bytes in all."""
-        return 2 * (8 * self.words * (1 + self.echo) + LINE * self.slices + self.nbytes)
+        return 2 * (8 * self.words + LINE * self.slices + self.nbytes)
 
     @property
     def copied_to(self) -> int:
@@ -102,9 +100,7 @@ class Mail:
     def of(exchanges: Iterable[tuple[Op, Mapping[str, TensorType], KernelSpec]]) -> Mail:
         """Room for the largest of the exchanges (op, types of its operands, kernel), on every transport."""
         words = slices = nbytes = 0
-        echo = False
         for op, types, spec in exchanges:
-            echo = echo or bool(op.attrs.get("pushed"))
             size = payload(op, types)
             nbytes = max(nbytes, size)
             if not in_slices(op, types, "peer"):
@@ -113,7 +109,7 @@ class Mail:
                 slices = max(slices, types["y"].shape[0] * int(spec.params["parts"]))
             if tiles := tiles_of(spec):
                 slices = max(slices, tiles.count(*types["y"].shape))
-        return Mail(-(-words // 16) * 16, slices, -(-nbytes // 256) * 256, echo)
+        return Mail(-(-words // 16) * 16, slices, -(-nbytes // 256) * 256)
 
 
 def _parts(columns: int, width: int, sms: int) -> int:
@@ -164,7 +160,6 @@ def residual_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps, nor
         grid=(parts, rows, 2 if senders else 1), block=THREADS, smem=0,
         args=(*arguments, "rows", "columns", *PROTOCOL, "apart", *(["tiles"] if tiles else [])),
         scalars=scalars, waits_first=True, early=SETTLED if settled else (),
-        ahead=() if not (settled and pushed and parts == 1) else ("y",) if norm is None else ("y", "normed"),
         reason=f"{wire} partial sums, {how}; {parts * rows} blocks wait{', norm behind it' if norm else ''}",
     )  # fmt: skip
 

@@ -364,7 +364,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         scratch = {"partials": product.segments * units * 512, "arrivals": units * 4}
         args += scratch
     if product.epilogue == "push_f32":
-        args += ["outbox", "inbox", "sequence", "step", "ordinal", "transport", "slot_words", "slot_slices", "slot_bytes"]
+        args += ["outbox", "sequence", "step", "ordinal", "transport", "slot_words"]
     args += ["y", "y_stride", "columns"]
     if norm:
         args.append("eps")

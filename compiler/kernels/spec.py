@@ -40,8 +40,7 @@ class KernelSpec:
     argument name, poisoned by the VM. ``zeroed`` scratch must be zero at first launch and is left zero by the kernel.
     ``waits_first``: no block lets dependents start before its own dependency wait has returned; what it has stored by then of
     ``published`` arguments, it has stored for all to see. ``early``: arguments besides weights that the kernel touches before
-    its wait (compiler/passes/early.py proves that it may). ``ahead``: arguments that it stores before its wait,
-    having received by other means all that the call in front computes.
+    its wait (compiler/passes/early.py proves that it may).
     """
 
     entry: str
@@ -58,5 +57,4 @@ class KernelSpec:
     waits_first: bool = False
     published: tuple[str, ...] = ()
     early: tuple[str, ...] = ()
-    ahead: tuple[str, ...] = ()
     reason: str = ""

@@ -9,8 +9,7 @@ each, and every kernel of the other rank must do with the other half, or share:
 * a cluster finds its places in one group of multiprocessors although half of them are held: at most MAX_CLUSTER blocks.
 
 Blocks that only send wait for nothing and are not counted. That on one device dependents start only when the wait is over is a
-property of the exchange kernels (templates/include/ninferc/exchange/residual.cuh, `apart`). One may also wait for its own
-product, all blocks of which have started before it can.
+property of the exchange kernels (templates/include/ninferc/exchange/residual.cuh, `apart`).
 """
 
 from __future__ import annotations

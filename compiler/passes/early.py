@@ -5,9 +5,6 @@ only after its own wait has returned (``KernelSpec.waits_first``), everything in
 included. Kernels that let go at once pass the question on to the one before them. So of a rank's calls everything in front
 of the nearest kernel that waits first is settled; that kernel itself, but for what it publishes, and what follows it is
 not. What earlier launches of the graph wrote is settled, since launches follow each other whole.
-
-An exchange whose words a product pushes over peer memory also stores its results before its wait: it stands directly behind
-that product, of which all words have come by then.
 """
 
 from __future__ import annotations
@@ -44,22 +41,9 @@ def settled(graph: OpGraph, before: Sequence[Group], rank: int, reads: set[str],
     return True  # from here on: earlier launches
 
 
-def behind_its_product(before: Sequence[Group], rank: int, partial: str) -> bool:
-    """Whether the kernel in front, on ``rank``, is the product that computes ``partial`` and pushes it, and needs no memory
-    that a kernel behind it could store to ahead of its end: its activations are read when all of its words have come, and
-    it has no scratch of the arena."""
-    front = next((item for item in reversed(before) if item.rank == rank), None)
-    if front is None or "y" not in front.operands or front.operands["y"].value != partial:
-        return False
-    return front.spec.waits_first and front.spec.params.get("epilogue") == "push_f32" and not front.spec.scratch
-
-
 def check_early(graph: OpGraph, groups: Sequence[Group], programmatic: bool) -> None:
     """Raise IRError for a kernel that touches something before its wait that another one may still be at."""
     for index, group in enumerate(groups):
-        if group.spec.ahead and not behind_its_product(groups[:index], group.rank, group.operands["partial"].value):
-            raise IRError(f"graph {graph.name}: kernel {group.spec.entry} (call {index}) stores {', '.join(group.spec.ahead)} "
-                          "before its wait; the kernel in front is not the product whose words it takes")  # fmt: skip
         if not group.spec.early:
             continue
         states = {ref.value for op in group.ops for ref in op.state.values()}

@@ -11,7 +11,7 @@ from compiler.ir.types import IRError, Ref, TensorType
 from compiler.kernels import exchange
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.ops.exchange_residual import peers_of
-from compiler.passes.early import behind_its_product, check_early, settled
+from compiler.passes.early import check_early, settled
 from compiler.passes.gdn_layer import gdn_layer_at
 from compiler.passes.norm_prologue import norm_prologue_at
 from compiler.passes.schedule import Group
@@ -101,18 +101,11 @@ def sent_tiles(op: Op, before: Sequence[Group]) -> exchange.Tiles | None:
     return found.pop()
 
 
-def settled_exchange(site: Site) -> bool:
-    """Whether an exchange may take SETTLED before its wait and, where products push, store its results."""
-    if site.op.attrs["pushed"] and not behind_its_product(site.before, site.op.rank, site.op.inputs["partial"].value):
-        return False
-    return site.settled(*exchange.SETTLED)
-
-
 def exchange_and_norm(graph: OpGraph, node: int, norm: int, caps: DeviceCaps, before: Sequence[Group]) -> Group:
     """An exchange with the norm behind it; both results are stored."""
     op, behind = graph.op(node), graph.op(norm)
     # prefill takes its number of rows, which the host writes, behind the wait
-    early = graph.phase != "prefill" and settled_exchange(Site(graph, op, caps, before))
+    early = graph.phase != "prefill" and Site(graph, op, caps, before).settled(*exchange.SETTLED)
     spec = exchange.residual_spec(op, graph.types(op), caps, behind, sent_tiles(op, before), early)
     extra = {"norm_w": behind.inputs["w"], "normed": behind.outputs["y"]}
     return Group(spec, (op, behind), (node, norm), operands(op) | extra, frozenset(), op.rank)

@@ -21,8 +21,8 @@ from runtime.cuda.device import Device, PinnedBuffer
 from runtime.cuda.driver import api, call
 from runtime.vm.weights import WeightReader, WeightStore
 
-PIECE = 2 << 20  # bytes of one copy: few enough to stay in the cache, many enough that threads seldom meet at Python's lock
-RUN = 8 * PIECE  # consecutive bytes that one thread takes on at a time
+PIECE = 8 << 20  # bytes of one copy: with each of them threads meet at the locks of Python and of the driver
+RUN = 2 * PIECE  # consecutive bytes that one thread takes on at a time
 REPORT = 4 * RUN  # bytes after which a thread says so: it wakes the one that waits
 MAX_THREADS = 16  # per device
 BUFFERS = 2  # per thread

@@ -82,10 +82,6 @@ class MailBox:
         lines = self.array[2 * self.mail.words :][: 16 * self.mail.slices].reshape(2, self.mail.slices, 8)
         return np.asarray(lines[sequence % 2, :, 0])
 
-    def echo(self, sequence: int) -> Array:
-        """What the reader's own products write."""
-        return self.array[-2 * self.mail.words + sequence % 2 * self.mail.words :][: self.mail.words]
-
     def bytes(self, sequence: int) -> Array:
         return self.array.view(np.uint8)[self.mail.copied_to + sequence % 2 * self.mail.nbytes :][: self.mail.nbytes]
 
@@ -103,7 +99,7 @@ class Site:
         self.residual = to_bf16(rng.standard_normal((columns, width)))
         self.sequence, self.wire, self.transport = number(base, ordinal), wire, transport
         nbytes = columns * width * (2 if wire == "bf16" else 4)
-        mail = Mail(nbytes // 4 + 4, max(columns * parts, TILES.count(columns, width)) + 1, nbytes + 32, echo=True)
+        mail = Mail(nbytes // 4 + 4, max(columns * parts, TILES.count(columns, width)) + 1, nbytes + 32)
         self.inbox, self.outbox = MailBox(mail), MailBox(mail)
         self.args: dict[str, Any] = {
             "residual": self.residual, "residual_stride": width, "partial_stride": width, "y_stride": width,
@@ -184,9 +180,6 @@ def test_sum(kernel_backend: Any, slices: Any, monkeypatch: pytest.MonkeyPatch, 
     site.deliver(rank, form if form in ("slices", "tiles") else "words")
     site.args["tiles"] = {PEER: 1, HOST: 2, STAGED: 0}[transport] if tiles else 0
     site.args["apart"] = rank
-    if form == "pushed" and spec.ahead and transport == PEER:  # the sums themselves may come later
-        site.inbox.echo(site.sequence)[: columns * width] = as_words(site.parts[rank].reshape(-1), site.sequence, "f32")
-        site.args["partial"] = np.full((columns, width), np.nan, np.float32)
     launch(kernel_backend, spec, site.args)
     want = site.expected()
     assert np.array_equal(site.args["y"], want)
@@ -284,37 +277,17 @@ def test_lost_peer(kernel_backend: Any, slices: Any, case: str) -> None:
     assert not np.array_equal(site.args["y"], site.expected())
 
 
-@pytest.mark.parametrize("old", ["own", "theirs", "neither"])
-def test_pushed_words_are_awaited_from_both_ranks(kernel_backend: Any, old: str) -> None:
-    """Ahead of the product's end: a word with an old number on either side is no sum yet."""
-    site = Site(2, 128, "f32", 6, PEER)
-    site.deliver(0, "words")
-    site.inbox.echo(6)[:256] = as_words(site.parts[0].reshape(-1), 6, "f32")
-    if old != "neither":
-        words = site.inbox.echo(6) if old == "own" else site.inbox.words(6)
-        words[77] = as_words(site.parts[0 if old == "own" else 1].reshape(-1), 4, "f32")[77]
-    site.args["partial"] = np.full((2, 128), np.nan, np.float32)
-    spec = residual_spec(residual_op(0, "f32", pushed=True), types_of(2, 128), kernel_backend.caps(), settled=True)
-    launch(kernel_backend, spec, site.args)
-    assert (site.args["step"][3] == DeviceFault.EXCHANGE) == (old != "neither")
-    assert np.array_equal(site.args["y"], site.expected()) == (old == "neither")
-
-
 @pytest.mark.skipif(toolchain.missing_reason() is not None, reason=str(toolchain.missing_reason()))
 @pytest.mark.parametrize("transport", [PEER, HOST, STAGED], ids=["PEER", "HOST", "STAGED"])
 def test_what_an_exchange_touches_before_its_wait(transport: int) -> None:
-    """Residual and numbers; over peer memory the mail and its results as well, but never the sums that the product stores."""
+    """Residual and numbers, but never the sums that the product stores."""
     site = Site(2, 128, "f32", 6, transport)
     site.put(0)
     site.deliver(0, "words")
-    site.inbox.echo(6)[:256] = as_words(site.parts[0].reshape(-1), 6, "f32")
-    emulator = ProgrammaticEmulator(("norm_w", *(("inbox", "hang") if transport == PEER else ())))
+    emulator = ProgrammaticEmulator(("norm_w",))
     spec = residual_spec(residual_op(0, "f32", pushed=True), types_of(2, 128), emulator.caps(), NORM, settled=True)
-    assert spec.ahead == ("y", "normed")
-    launch(emulator, spec if transport == PEER else replace(spec, ahead=()), site.args)
+    launch(emulator, spec, site.args)
     assert np.array_equal(site.args["y"], site.expected())
-    wide = residual_spec(residual_op(0, "f32", pushed=True), types_of(8, 5120), emulator.caps(), settled=True)
-    assert wide.grid[0] > 1 and not wide.ahead, "blocks with a part of a column know nothing of the others"
 
 
 @pytest.mark.parametrize("form", ["words", "slices"])
@@ -350,11 +323,8 @@ def test_mail_holds_every_form() -> None:
             (residual_op(0, "bf16"), types_of(1024, 5120, "bf16")), (residual_op(0, "f32", pushed=True), types_of(8, 5120)),
             (residual_op(0, "f32"), types_of(4, 5120))]  # fmt: skip
     mail = Mail.of((op, types, residual_spec(op, types, caps("sm_90a"), NORM)) for op, types in wide)
-    assert mail == Mail(8 * 5120, 1024, 1024 * 5120 * 2, echo=True)
-    echo = 2 * 8 * 5120 * 8
-    assert mail.size == 2 * (8 * 5120 * 8 + 1024 * 64 + 10 * 1024 * 1024) + echo
-    assert mail.copied_to == mail.size - 2 * mail.nbytes - echo
-    assert not Mail.of([(*wide[0], residual_spec(*wide[0], caps("sm_90a"), NORM))]).echo, "of exchanges that nothing pushes for"
+    assert mail == Mail(8 * 5120, 1024, 1024 * 5120 * 2)
+    assert mail.size == 2 * (8 * 5120 * 8 + 1024 * 64 + 10 * 1024 * 1024) and mail.copied_to == mail.size - 2 * mail.nbytes
     op, types = residual_op(0, "bf16", tiles=True), types_of(1024, 5120, "bf16")
     small, big = (residual_spec(op, types, caps("sm_90a"), NORM, tiles) for tiles in (Tiles(352, 128), Tiles(16, 64)))
     assert [Mail.of([(op, types, spec)]).slices for spec in (small, big)] == [1024, 64 * 80]
@@ -463,14 +433,13 @@ def test_a_product_sends_what_it_stores(kernel_backend: Any, format: str, n: int
     weights, x = random_weights(rng, format, n, k), to_bf16(rng.standard_normal((columns, k)))
     stored = Product(format, n, k, columns, 2 if tile else 1, "store_f32")
     outputs = []
-    mail = Mail(columns * n + 6, 3, 64, echo=True)
-    outbox, inbox = MailBox(mail), MailBox(mail)
+    mail = Mail(columns * n + 6, 3, 64)
+    outbox = MailBox(mail)
     over = {"host": HOST, "staged": STAGED}.get(case, PEER)
     for product in (stored, replace(stored, epilogue="push_f32")):
         spec = spec_of(product, tile or choose(product, target), target)
         y = np.full((columns, n + 8), np.nan, np.float32)
         args: dict[str, Any] = {"x": x, "x_stride": k, "y": y, "y_stride": n + 8, "ordinal": ordinal, "slot_words": mail.words,
-                                "slot_slices": mail.slices, "slot_bytes": mail.nbytes, "inbox": inbox.array,
                                 "transport": over, "outbox": outbox.array,
                                 "sequence": np.array([base, 0, 0, 0], np.uint32), "step": np.zeros(4, np.int32)}  # fmt: skip
         args["step"][3] = DeviceFault.EXCHANGE if case == "lost" else 0
@@ -479,13 +448,10 @@ def test_a_product_sends_what_it_stores(kernel_backend: Any, format: str, n: int
         launch(kernel_backend, spec, args)
         outputs.append(y[:, :n].copy())
     assert np.array_equal(outputs[0], outputs[1]) and not np.isnan(outputs[0]).any()
-    sequence = number(base, ordinal)
-    for box, there in ((outbox, case in ("peer", "host")), (inbox, case == "peer")):
-        want = MailBox(mail)
-        if there:
-            words = want.echo(sequence) if box is inbox else want.words(sequence)
-            words[: columns * n] = as_words(outputs[1].reshape(-1), sequence, "f32")
-        assert np.array_equal(box.array, want.array)
+    want, sequence = MailBox(mail), number(base, ordinal)
+    if case in ("peer", "host"):
+        want.words(sequence)[: columns * n] = as_words(outputs[1].reshape(-1), sequence, "f32")
+    assert np.array_equal(outbox.array, want.array)
 
 
 def test_wide_products_do_not_push() -> None:

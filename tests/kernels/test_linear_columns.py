@@ -244,6 +244,7 @@ def test_many_columns(kernel_backend: Any, product: Product) -> None:
     both = 2 if product.epilogue == "swiglu" else 1
     tiles = [Tile(both, 1, 1, 3, False, 0), Tile(both, 3, 2, 3, False, 1),
              Tile(1, 6, 1, 3, False, 0), Tile(1, 2, 2, 4, False, 1),
+             Tile(1, 2, 1, 3, False, 1), Tile(both, 2, 1, 3, False, 0),  # for little shared memory
              Tile(1, 4, 1, 3, False, 0, warpgroup=True), Tile(1, 8, 1, 4, False, 1, warpgroup=True),
              Tile(1, 4, 2, 3, False, 1, warpgroup=True), Tile(1, 4, 4, 3, False, 0, split=True, warpgroup=True)]  # fmt: skip
     outputs = {}

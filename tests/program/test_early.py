@@ -15,29 +15,25 @@ from compiler.ir.types import IRError
 from compiler.kernels.attention_decode import row_limit, work_items
 from compiler.kernels.spec import KernelSpec
 from compiler.model import bind
-from compiler.passes.early import behind_its_product, check_early, settled
+from compiler.passes.early import check_early, settled
 from compiler.passes.lower import lower
 from compiler.passes.schedule import Group
 from compiler.passes.select import select
-from compiler.passes.shard import Sharder
 from tests import models
 
 LAYER = ["gdn_gates", "conv", "gdn", "gated_norm"]
 
 
 def schedule(arch: str = "sm_90a", phase: str = "decode", name: str = "dense-small",
-             width: int = 1, tp: int = 1) -> tuple[OpGraph, list[Group]]:  # fmt: skip
-    """The graph of one phase and its kernels."""
+             width: int = 1) -> tuple[OpGraph, list[Group]]:  # fmt: skip
+    """The graph of one phase on one rank and its kernels."""
     artifact, target = models.artifact(name), caps(arch)
     spec = model_of(artifact)
     limits = limits_of(spec, CompileOptions(max_context=256, prefill_chunk=128, pairs=((1, 1), (1, width))))
     items = work_items(1, width, spec.heads, spec.kv_heads, row_limit(spec.head_dim, target))
     builder = TextBuilder(spec, bind(artifact, spec), limits, items)
     request = PhaseRequest("graph", phase, 1, limits.chunk if phase == "prefill" else width)
-    graph = check(builder.build(request))
-    if tp > 1:
-        graph = check(Sharder(spec, tp, builder.shared, {"decode": "f32", "prefill": "bf16"}, True).run(graph))
-    graph = lower(graph, target)
+    graph = lower(check(builder.build(request)), target)
     return graph, select(graph, target)
 
 
@@ -137,24 +133,3 @@ def test_what_cannot_be_fused_keeps_its_kernels() -> None:
     assert len(layers(again)) == len(layers(groups)) - 1
     kinds = [op.kind for group in again for op in group.ops if group.rank == 0 and op.layer == inner.ops[0].layer]
     assert [kind for kind in kinds if kind in LAYER] == LAYER
-
-
-def test_results_are_stored_ahead_only_behind_the_product_that_pushes() -> None:
-    """On a real two-rank step, and with the product's place taken by each thing that would make it unsafe."""
-    graph, groups = schedule(tp=2)
-    check_early(graph, groups, True)
-    at = next(i for i, group in enumerate(groups) if group.spec.ahead)
-    rank, partial = groups[at].rank, groups[at].operands["partial"].value
-    front = max(i for i in range(at) if groups[i].rank == rank)
-    product = groups[front]
-    assert behind_its_product(groups[:at], rank, partial)
-    wrong = [replace(product, operands={**product.operands, "y": product.operands["x"]}),
-             replace(product, spec=replace(product.spec, waits_first=False)),
-             replace(product, spec=replace(product.spec, params={**product.spec.params, "epilogue": "store_f32"})),
-             replace(product, spec=replace(product.spec, scratch={"partials": 512}))]  # fmt: skip
-    for other in wrong:
-        changed_groups = [*groups[:front], other, *groups[front + 1 :]]
-        assert not behind_its_product(changed_groups[:at], rank, partial)
-        with pytest.raises(IRError, match="before its wait"):
-            check_early(graph, changed_groups, True)
-    assert not behind_its_product([], rank, partial)

@@ -3,9 +3,6 @@
 // flags. Large ones are slices: plain bytes, and behind them a line with the number, stored with release and polled with acquire.
 // A slice is a block's part of a column, or a tile that the product which computes it sends itself (push.cuh).
 //
-// Products that push words over peer memory write them into their own rank's memory as well, the echo: the exchange then needs
-// not wait for the product to end, which takes longer than its last word.
-//
 // Two slots alternate by the parity of the number. A rank writes number n into a slot only after it has received all of n - 1,
 // which the peer sent after it had read all of n - 2, the last tenant of that slot. Words, lines and bytes never share memory: a
 // byte of a payload cannot pass for a number.
@@ -22,7 +19,6 @@ enum Transport : u32 { transport_peer = 0, transport_host = 1, transport_staged 
 
 constexpr u64 give_up_ns = 800000000ull;  // a peer that is this late is lost: the whole replay ends within a second
 constexpr u32 probes_per_look = 256;      // probes between two looks at the clock and the hang word
-constexpr u32 probe_pause_ns = 100;       // of what is awaited ahead of its time
 constexpr u32 line_words = 8;             // a slice's number has 64 bytes to itself
 
 // Number of the exchange `ordinal` places after `base`; 0 stands in cleared memory, 1 goes with it to keep parities alternating.
@@ -31,13 +27,8 @@ NINFERC_DEVICE u32 number(u32 base, u32 ordinal) {
   return total < base ? total + 2 : total;
 }
 
-// Of the echo of an exchange in the mail, in words.
-NINFERC_DEVICE u64 echo_place(u32 slot_words, u32 slot_slices, u32 slot_bytes, u32 sequence) {
-  return 2 * (u64(slot_words) + u64(slot_slices) * line_words + slot_bytes / 8) + u64(sequence & 1u) * slot_words;
-}
-
 struct Channel {
-  u64* outbox;  // both: two slots of words, two of lines, two of bytes, two of words that the reader's products wrote (echo)
+  u64* outbox;  // both: two slots of words, two of lines, two of bytes
   u64* inbox;
   u32* hang;  // page-locked, shared by the ranks: nonzero ends every wait
   i32* step;  // own rank's table: its fault word is set when the peer is lost
@@ -60,7 +51,6 @@ struct Channel {
   NINFERC_DEVICE u8* bytes(u64* mail, u32 slot) const {
     return reinterpret_cast<u8*>(mail + 2 * (u64(slot_words) + u64(slot_slices) * line_words)) + u64(slot) * slot_bytes;
   }
-  NINFERC_DEVICE const u64* echo() const { return inbox + echo_place(slot_words, slot_slices, slot_bytes, sequence); }
   NINFERC_DEVICE u8* sent_bytes() const { return bytes(outbox, sequence & 1u); }
   // Edges of the graph order copies: one slot is enough.
   NINFERC_DEVICE const u8* received_bytes() const { return bytes(inbox, transport == transport_staged ? 0 : sequence & 1u); }
@@ -120,30 +110,6 @@ NINFERC_DEVICE void receive(const Channel& channel, const u64* from, u32 step, u
   } while (patience.more());
 #pragma unroll
   for (u32 j = 0; j < most; ++j) words[j] = T{};
-}
-
-// The other rank's words at `theirs` and this rank's at `own`, as above, long before they are there: between probes the thread
-// leaves the multiprocessor to the product that it waits for.
-template <class T, u32 most>
-NINFERC_DEVICE void receive_both(const Channel& channel, const u64* theirs, const u64* own, u32 step, u32 count, T (&other)[most],
-                                 T (&mine)[most]) {
-#pragma unroll
-  for (u32 j = 0; j < most; ++j) other[j] = mine[j] = T{};
-  Patience patience{channel};
-  do {
-    bool all = true;
-#pragma unroll
-    for (u32 j = 0; j < most; ++j) {
-      if (j < count && !channel.ready(mine[j])) mine[j] = ld_relaxed_sys<T>(own + u64(j) * step);
-      if (j < count && !channel.ready(other[j])) other[j] = ld_relaxed_sys<T>(theirs + u64(j) * step);
-    }
-#pragma unroll
-    for (u32 j = 0; j < most; ++j) all = all && (j >= count || (channel.ready(mine[j]) && channel.ready(other[j])));
-    if (all) return;
-    nano_sleep(probe_pause_ns);
-  } while (patience.more());
-#pragma unroll
-  for (u32 j = 0; j < most; ++j) other[j] = mine[j] = T{};
 }
 
 // One thread, behind a barrier after which all stores of the slice's bytes are made.

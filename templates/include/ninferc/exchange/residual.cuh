@@ -154,35 +154,12 @@ NINFERC_DEVICE void receive_pairs(const Channel& channel, const Site& site, u32 
   }
 }
 
-// Both ranks' pairs of a block's part of a column, which their products push.
-template <class S>
-NINFERC_DEVICE void receive_pushed(const Channel& channel, const Site& site, u32 column, typename S::Pair (&own)[S::rounds],
-                                   typename S::Pair (&theirs)[S::rounds]) {
-  if constexpr (S::pushed) {
-    const u32 thread = threadIdx.x, count = thread < S::pairs ? ceil_div(S::pairs - thread, residual_threads) : 0;
-    const u64 place = (S::place(site, column) + thread) * 2;
-    u64x2 mine[S::rounds], other[S::rounds];
-    if (count != 0)
-      receive_both(channel, channel.words(channel.inbox) + place, channel.echo() + place, residual_threads * 2, count, other, mine);
-#pragma unroll
-    for (u32 j = 0; j < S::rounds; ++j) {
-      theirs[j] = j < count ? S::pair_of(other[j]) : typename S::Pair{};
-      own[j] = j < count ? S::pair_of(mine[j]) : typename S::Pair{};
-    }
-  }
-}
-
 // Every block that waits is resident, and waits for what the same block of the peer sends before it waits (or for a sender
 // that never waits), so no order of blocks can lock the ranks against each other. `parts`: shared memory of the norm.
 //
 // `apart`: each rank has a device. Dependents then start as soon as all blocks have, and fetch their weights while these wait
 // for the other rank. On one device they start when the wait is over: they could take the room that the other rank's product
 // needs, for which these blocks wait.
-//
-// Ahead of the dependency wait: words that a product pushed over peer memory are taken from there and from the echo as they come,
-// the results stored, and only then the product's end awaited, for the kernels behind this one. A block has all words of whole
-// columns by then, and a product pushes a word when the sums of all columns are done: every block of the product has read its
-// activations, whose memory the results may take. The product stands directly in front (compiler/passes/early.py).
 template <class Config>
 NINFERC_DEVICE void residual(const Channel& channel, const Rows& rows, const NormRows& norm,
                              const u32 (&gain)[ResidualShape<Config>::rounds], const Site& site, bool apart, f32* parts) {
@@ -196,12 +173,11 @@ NINFERC_DEVICE void residual(const Channel& channel, const Rows& rows, const Nor
       if (i < S::pairs) old[j] = ld_cg<u32>(row + 2 * i);
     }
   };
-  const bool ahead = S::pushed && S::settled && S::parts == 1 && channel.transport == transport_peer;
   if constexpr (S::settled) {
     if (!site.sender && site.column < rows.columns) load_residual(site.column);
-    if (!ahead) grid_dependency_wait();
+    grid_dependency_wait();
   }
-  if (apart && !ahead) grid_launch_dependents();
+  if (apart) grid_launch_dependents();
   if constexpr (S::slices) {
     if (site.sender) {
       if (S::in_slices(channel.transport) && !site.tiles) send_slices<S>(channel, rows, site);
@@ -219,7 +195,7 @@ NINFERC_DEVICE void residual(const Channel& channel, const Rows& rows, const Nor
 #pragma unroll
     for (u32 j = 0; j < S::rounds; ++j) {
       const u32 i = thread + j * residual_threads;
-      if (i < S::pairs && !ahead) own[j] = ld_global<typename S::Pair>(partial + u64(i) * S::pair_bytes);
+      if (i < S::pairs) own[j] = ld_global<typename S::Pair>(partial + u64(i) * S::pair_bytes);
     }
     if (sends) {
       constexpr u32 each = sizeof(typename S::Words) / sizeof(u64);
@@ -230,10 +206,9 @@ NINFERC_DEVICE void residual(const Channel& channel, const Rows& rows, const Nor
       }
     }
     if (!S::settled || column != site.column) load_residual(column);
-    if (ahead) receive_pushed<S>(channel, site, column, own, theirs);
-    else receive_pairs<S>(channel, site, column, held, theirs);
+    receive_pairs<S>(channel, site, column, held, theirs);
     const bool last = rows.columns - column <= site.columns_step;
-    if (last && !apart && !ahead) grid_launch_dependents();
+    if (last && !apart) grid_launch_dependents();
 #pragma unroll
     for (u32 j = 0; j < S::rounds; ++j) {
       const u32 i = thread + j * residual_threads;
@@ -248,10 +223,6 @@ NINFERC_DEVICE void residual(const Channel& channel, const Rows& rows, const Nor
       rmsnorm_held<S::width>(sum, gain, norm.y + u64(column) * norm.y_stride, norm.eps, parts);
       if (!last) sync_block();
     }
-  }
-  if (ahead) {
-    grid_dependency_wait();
-    grid_launch_dependents();
   }
 }
 
