@@ -89,8 +89,8 @@ NINFERC_KERNEL(probe, 32, 1)(f32* out) {
   ldmatrix_x1_trans(c, smem + threadIdx.x * 16);
   mma_m16n8k8_f16(d, a[0], a[1], c);
   mma_m16n8k16_f16(d, a, b);
-#if NINFERC_HAS_BF16_MMA
   mma_m16n8k16_bf16(d, a, b);
+#if NINFERC_HAS_BF16_MMA
   a[0] = f32_to_tf32(d[0]);
   mma_m16n8k8_tf32(d, a, b);
 #endif

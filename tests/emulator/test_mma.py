@@ -43,9 +43,9 @@ NINFERC_KERNEL(gemm, 32, 1)(const u16* a, const u16* b, f32* out, u32 k) {
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", ["bf16", "f16"])
-def test_mma_and_ldmatrix_match_numpy(kind: str, seed: int) -> None:
-    kernel = compile_kernel(MMA.replace("KIND", kind))
+@pytest.mark.parametrize(("kind", "arch"), [("bf16", 900), ("f16", 900), ("bf16", 750), ("f16", 750)])
+def test_mma_and_ldmatrix_match_numpy(kind: str, arch: int, seed: int) -> None:
+    kernel = compile_kernel(MMA.replace("KIND", kind), arch=arch)
     rng = np.random.default_rng(seed)
     k = 64
     a, b = rng.standard_normal((16, k)).astype(np.float32), rng.standard_normal((8, k)).astype(np.float32)
@@ -58,6 +58,18 @@ def test_mma_and_ldmatrix_match_numpy(kind: str, seed: int) -> None:
     out = np.full((16, 8), np.nan, np.float32)
     launch(kernel, 1, 32, [a_bits, b_bits, out, k], schedule_seed=seed)
     np.testing.assert_allclose(out, a.astype(np.float64) @ b.astype(np.float64).T, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("arch", [900, 750])
+def test_bf16_products_of_subnormal_numbers(arch: int) -> None:
+    """Weights of 2^-126 and less with activations that make up for it, as e4m3 codes are multiplied."""
+    rng, k = np.random.default_rng(3), 64
+    a_bits = rng.integers(0, 128, (16, k)).astype(np.uint16) | rng.integers(0, 2, (16, k)).astype(np.uint16) << 15
+    b_bits = to_bf16(rng.standard_normal((8, k)).astype(np.float32) * np.float32(2.0**100))
+    a, b = from_bf16(a_bits).astype(np.float64), from_bf16(b_bits).astype(np.float64)
+    out = np.full((16, 8), np.nan, np.float32)
+    launch(compile_kernel(MMA.replace("KIND", "bf16"), arch=arch), 1, 32, [a_bits, b_bits, out, k])
+    assert np.abs(out - a @ b.T).max() < 2.0**-20 * np.abs(a @ b.T).max()
 
 
 FRAGMENTS = """

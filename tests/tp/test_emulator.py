@@ -76,8 +76,11 @@ def test_tiles_of_products_give_the_bits_of_exchanges(wire: str, wgmma: bool) ->
 
 
 def test_turing() -> None:
-    """A whole program with bf16 products on FP32 units: the tokens of another architecture."""
-    assert run(1, Sampling(), prefill="chunks", arch="sm_75")[0] == run(1, Sampling(), prefill="chunks")[0]
+    """A whole program with bf16 products on FP32 units: the tokens of another architecture, and its state but for rounding."""
+    tokens, state = run(1, Sampling(), prefill="chunks", arch="sm_75")
+    others, other = run(1, Sampling(), prefill="chunks")
+    ours, theirs = (np.frombuffer(raw, np.float32) for raw in (state, other))
+    assert tokens == others and np.linalg.norm(ours - theirs) < 2.0**-10 * np.linalg.norm(theirs)
 
 
 @pytest.mark.slow
