@@ -19,7 +19,7 @@ from tests.cli.conftest import rejected, run_cli
 from tests.models import ROOT
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_75", marks=pytest.mark.slow), "sm_80"])
 def test_a_real_compile(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With NVRTC: cubins for the target, no GPU involved; a second compile takes every kernel from the cache.
 

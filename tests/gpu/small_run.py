@@ -23,7 +23,8 @@ SAMPLED = Sampling(0.9, 0.95, 20, 0.0, 1.0, 0.2, seed=7)
 
 
 def run(backend: Backend, brief: bool = False) -> list[list[int]]:
-    """Two lanes through two prefill chunks and short ones, greedy and sampled; then a prompt through four decode columns."""
+    """Two lanes through two prefill chunks and short ones, greedy and sampled; then a prompt through four decode columns and a
+    token through one."""
     session, tokens = Session(backend, depth=0), 2 if brief else 3
     lanes = [session.submit(Request(list(range(300, 330 if brief else 370)), tokens)),
              session.submit(Request(list(range(500, 520)), tokens, sampling=SAMPLED))]  # fmt: skip
@@ -32,7 +33,7 @@ def run(backend: Backend, brief: bool = False) -> list[list[int]]:
         for emission in session.advance():
             got[emission.lane].append(emission.token)
     wide = Session(backend, prefill="none", depth=0, columns=4)
-    last = Request(list(range(40, 45 if brief else 49)), tokens - 1)
+    last = Request(list(range(40, 44 if brief else 48)), tokens)
     return [*got.values(), [emission.token for emission in wide.generate(last)]]
 
 

@@ -67,7 +67,7 @@ def test_nothing_is_found(tool: tuple[str, ...], arguments: tuple[str, ...]) -> 
     assert json.dumps(want) in lines
 
 
-@pytest.mark.parametrize("brief, counts", [(False, [3, 3, 2]), (True, [2, 2, 1])])
+@pytest.mark.parametrize("brief, counts", [(False, [3, 3, 3]), (True, [2, 2, 2])])
 def test_the_run_takes_every_kind_of_step(brief: bool, counts: list[int]) -> None:
     """What the tool executes, on the Python VM: every phase of the program is launched, and the tokens come."""
     program = compile_program(models.artifact("example"), card.emulated(), CompileOptions(**small_run.OPTIONS), images=False)

@@ -39,6 +39,8 @@ def share(layer: WholeLayer, how: str) -> None:
 def test_bits_of_the_single_kernels(kernel_backend: Any, shape: Shape, hidden: int, how: str) -> None:
     """Lanes in permuted slots: new, idle and running ones; steps of one, several and many columns, some rejected; more
     records than are folded at once. Every byte of outputs and state is that of the single kernels."""
+    if how == "quads" and shape.dv % 32 != 0:
+        pytest.skip("four blocks cannot share such a head evenly")
     single = WholeLayer(shape, hidden, slots=4, records=20, backend=kernel_backend, split=2 * shape.key_heads * shape.dk)
     whole = single.copy()
     share(whole, how)
@@ -51,7 +53,7 @@ def test_bits_of_the_single_kernels(kernel_backend: Any, shape: Shape, hidden: i
         found = whole.step(slots, lanes, width, accepted, settled=KINDS[number % 3])
         assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True)), f"step {number}"
         assert_same(single, whole)
-    wanted = min(SHARED_BY[how], 4 if shape.dv % 32 == 0 else 2) if kernel_backend.caps().clusters else 1
+    wanted = SHARED_BY[how] if kernel_backend.caps().clusters else 1
     assert whole.specs[0].cluster == (wanted, 1, 1)
 
 

@@ -298,11 +298,10 @@ def test_rows_past_the_end_of_a_tile(kernel_backend: Any, format: str, mtiles: i
         check(kernel_backend, Product(format, 80, 128, 2, 1, "swiglu"), 6, Tile(mtiles, 2, 1, 3, mtiles == 2, 0))
 
 
-@pytest.mark.parametrize("format, outputs", [
-    ("BF16", 44), ("Q4G64_F16S", 40), ("Q5G64_F16S", 20), ("Q6G64_F16S", 12), ("W8G32_F16S", 36), ("NVFP4", 256),
-    ("FP8_E4M3FN_ROW_BF16S", 42),
+@pytest.mark.parametrize("format, outputs, columns", [
+    ("BF16", 44, 1), ("Q4G64_F16S", 40, 4), ("Q5G64_F16S", 20, 7), ("Q6G64_F16S", 12, 1), ("W8G32_F16S", 36, 4),
+    ("NVFP4", 256, 1), ("NVFP4", 256, 7), ("FP8_E4M3FN_ROW_BF16S", 42, 4),
 ])  # fmt: skip
-@pytest.mark.parametrize("columns", [1, 4, 7])
 def test_gate_and_up_rows_in_one_matrix_tile(kernel_backend: Any, format: str, outputs: int, columns: int) -> None:
     """Mixed tiles of eight outputs, the last cut short: the bits of gate and up tiles in turn."""
     rng = np.random.default_rng(outputs + columns)

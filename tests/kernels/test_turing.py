@@ -36,18 +36,26 @@ class Turing(EmulatorLauncher):
         return caps("sm_75", sms)
 
 
-@pytest.mark.parametrize(("columns", "epilogue"), [(1, "store"), (3, "swiglu"), (9, "residual")])
-@pytest.mark.parametrize("format", FORMATS)
+CASES = [(1, "store"), (3, "swiglu"), (9, "residual")]
+
+
+# by default each format in one case, and one format in all
+@pytest.mark.parametrize(("format", "columns", "epilogue"), [
+    pytest.param(format, *case, marks=() if format == "NVFP4" or (i + j) % 3 == 0 else pytest.mark.slow)
+    for i, format in enumerate(FORMATS) for j, case in enumerate(CASES)])  # fmt: skip
 def test_products_of_columns(format: str, columns: int, epilogue: str) -> None:
     check(Turing(), Product(format, 256 if epilogue == "swiglu" else 128, 256, columns, 1, epilogue), 1, pad=8)
 
 
+@pytest.mark.slow
 def test_products_of_many_columns() -> None:
     for product in (Product("NVFP4", 128, 2560, 64, 2, "residual"), Product("Q6G64_F16S", 40, 1280, 33, 1, "store_f32")):
         check(Turing(), product, 2)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [
+    pytest.param(format, marks=() if format in ("NVFP4", "Q5G64_F16S") else pytest.mark.slow)
+    for format in FORMATS])  # fmt: skip
 def test_products_of_rows(format: str) -> None:
     spec = linear_rows(format, "bf16", 128, 384, 64, Turing().caps())
     weights = random_weights(np.random.default_rng(1), format, 128, 384)
@@ -62,6 +70,7 @@ def test_decode_attention(width: int, heads: int, kv_heads: int) -> None:
     assert_close_to_fp64(out[case.rows()], case.reference(), "bf16")
 
 
+@pytest.mark.slow
 def test_bits_of_decode_attention_do_not_depend_on_the_pass() -> None:
     """Six query heads to a KV head: eight columns take two passes, of five and of three."""
     test_attention_decode.test_bits_do_not_depend_on_neighbours(Turing(), 60, 256)

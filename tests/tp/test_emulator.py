@@ -75,6 +75,7 @@ def test_tiles_of_products_give_the_bits_of_exchanges(wire: str, wgmma: bool) ->
         assert run(2, Sampling(), transport, tiles=tiles, **options) == want, (transport, tiles)
 
 
+@pytest.mark.slow
 def test_turing() -> None:
     """A whole program with bf16 products on FP32 units: the tokens of another architecture, and its state but for rounding."""
     tokens, state = run(1, Sampling(), prefill="chunks", arch="sm_75")
