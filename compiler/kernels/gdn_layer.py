@@ -64,10 +64,9 @@ def layer_spec(ops: LayerOps, types: Mapping[str, Types], lanes: int, width: int
     ``settled`` says what is complete before a block can start (compiler/passes/early.py) and may be taken before the
     dependency wait: ``nothing``, ``state`` (tables and this layer's state), ``hidden`` (these and the hidden rows).
 
-    A value head is shared by blocks of a cluster where there are clusters, else it is one block's: of few heads by four, since
-    the projection in front of them is short and the state should be folded before that ends; else by two. One of two blocks
-    with one column and everything settled is small (16,384 registers, 9 KiB of shared memory), so that it finds room beside
-    a block of the projection. Raises IRError naming what is wrong with an operand."""
+    A value head is shared by two blocks of a cluster where there are clusters, else it is one block's. With one column and
+    everything settled a block is small (16,384 registers, 9 KiB of shared memory), so that it finds room beside a block of the
+    projection in front and has folded the state by the time that ends. Raises IRError naming what is wrong with an operand."""
     hk, hv, dk, dv = head_shape(ops.gdn)
     for op in (ops.gates, ops.conv, ops.norm):
         for name, ref in (*op.inputs.items(), *op.outputs.items()):
@@ -77,16 +76,15 @@ def layer_spec(ops: LayerOps, types: Mapping[str, Types], lanes: int, width: int
     require(width <= records, ops.gdn, f"{width} columns per lane, but records hold {records}")
     require(settled in ("nothing", "state", "hidden"), ops.gdn, f"settled is {settled!r}")
     bucket = next(b for b in (1, 8, MAX_COLUMNS) if width <= b)
-    # four where each finds a multiprocessor of its own, two of many heads
-    parts = next((p for p in (4, 2) if caps.clusters and dv % (8 * p) == 0 and (p == 2 or p * hv * lanes <= caps.sms)), 1)
+    parts = 2 if caps.clusters else 1
     warps = 4 if parts == 2 and bucket == 1 and settled == "hidden" else 8
     # of the launch bounds: half a multiprocessor's threads, so 128 registers, where these suffice
-    bound = 512 if parts > 1 and bucket < MAX_COLUMNS else 32 * warps
+    bound = 512 if parts == 2 and bucket < MAX_COLUMNS else 32 * warps
     fused = is_fused(ops.gates)
     early = {"nothing": (), "state": (*TABLES, *STATES), "hidden": (*TABLES, *STATES, "h")}[settled]
     return KernelSpec(
         entry=f"gdn_layer_h{hk}x{hv}_d{dk}x{dv}_k{hidden}_c{bucket}{'_ab' if fused else ''}_{settled}"
-        f"{'_p4' if parts == 4 else ''}_{caps.arch.replace('_', '')}",
+        f"_{caps.arch.replace('_', '')}",
         template="gdn_layer.cu.j2",
         params={"hidden": hidden, "dk": dk, "dv": dv, "key_heads": hk, "value_heads": hv, "bucket": bucket, "parts": parts,
                 "warps": warps, "settled": settled, "block": 32 * warps, "bound": bound, "fused": fused,

@@ -38,7 +38,7 @@ CHUNK = 128
 X_TILES = 3  # chunks of activations that warpgroup products keep
 MAX_SLICES = 8
 EARLY_RELEASE = 24 << 20  # weights below this many bytes: a short kernel
-MAX_CLUSTER = 8  # blocks, by the architecture (compiler/passes/coresident.py counts on it)
+MAX_CLUSTER = 8  # blocks, by the architecture
 MIN_CHUNKS = 5  # chunks of a slice below which its share of the final sum costs too much
 
 

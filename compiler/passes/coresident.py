@@ -19,13 +19,13 @@ from math import ceil
 
 from compiler.ir.types import IRError
 from compiler.kernels.exchange import KINDS
+from compiler.kernels.linear_columns import MAX_CLUSTER
 from compiler.kernels.spec import DeviceCaps
 from compiler.program.model import Call, KernelImage, Phase
 
 BLOCK_THREADS = 1024
 REGISTERS = 65536
 RESERVED = 1024  # bytes of shared memory that the driver keeps per block
-MAX_CLUSTER = 8
 
 
 def waiting_blocks(item: Call) -> int:

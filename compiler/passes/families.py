@@ -19,7 +19,7 @@ from compiler.kernels import (
     linear_rows,
 )
 from compiler.kernels.spec import KernelSpec
-from compiler.passes.select import Site, family, sent_tiles
+from compiler.passes.select import Site, exchange_spec, family
 
 _STORE = {"linear": "bf16", "linear_swiglu": "swiglu", "linear_residual": "residual"}
 
@@ -135,8 +135,7 @@ def _exchange_begin(site: Site) -> KernelSpec:
 
 @family("exchange_residual")
 def _exchange_residual(site: Site) -> KernelSpec:
-    early = not site.prefill and site.settled(*exchange.SETTLED)
-    return exchange.residual_spec(site.op, site.types, site.caps, None, sent_tiles(site.op, site.before), early)
+    return exchange_spec(site)
 
 
 @family("sample_candidates")

@@ -101,12 +101,17 @@ def sent_tiles(op: Op, before: Sequence[Group]) -> exchange.Tiles | None:
     return found.pop()
 
 
+def exchange_spec(site: Site, norm: Op | None = None) -> KernelSpec:
+    """The kernel of an exchange, with ``norm`` behind it in the same kernel."""
+    # prefill takes its number of rows, which the host writes, behind the wait
+    early = not site.prefill and site.settled(*exchange.SETTLED)
+    return exchange.residual_spec(site.op, site.types, site.caps, norm, sent_tiles(site.op, site.before), early)
+
+
 def exchange_and_norm(graph: OpGraph, node: int, norm: int, caps: DeviceCaps, before: Sequence[Group]) -> Group:
     """An exchange with the norm behind it; both results are stored."""
     op, behind = graph.op(node), graph.op(norm)
-    # prefill takes its number of rows, which the host writes, behind the wait
-    early = graph.phase != "prefill" and Site(graph, op, caps, before).settled(*exchange.SETTLED)
-    spec = exchange.residual_spec(op, graph.types(op), caps, behind, sent_tiles(op, before), early)
+    spec = exchange_spec(Site(graph, op, caps, before), behind)
     extra = {"norm_w": behind.inputs["w"], "normed": behind.outputs["y"]}
     return Group(spec, (op, behind), (node, norm), operands(op) | extra, frozenset(), op.rank)
 

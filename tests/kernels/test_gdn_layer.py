@@ -25,25 +25,19 @@ def assert_same(a: WholeLayer, b: WholeLayer) -> None:
         assert a.state[name].tobytes() == b.state[name].tobytes(), f"{name} differs"
 
 
-SHARED_BY = {"quads": 4, "pairs": 2, "single": 1}
-
-
-def share(layer: WholeLayer, how: str) -> None:
-    """Heads shared by as many blocks as ``how`` says: few multiprocessors, or no clusters."""
-    caps = layer.backend.caps()
-    layer.target = replace(caps, clusters=caps.clusters and how != "single", sms=1 if how == "pairs" else 132)
+def without_clusters(layer: WholeLayer) -> None:
+    layer.target = replace(layer.backend.caps(), clusters=False)
 
 
 @pytest.mark.parametrize(("shape", "hidden"), SHAPES, ids=SHAPE_NAMES)
-@pytest.mark.parametrize("how", SHARED_BY)
-def test_bits_of_the_single_kernels(kernel_backend: Any, shape: Shape, hidden: int, how: str) -> None:
+@pytest.mark.parametrize("clusters", [True, False], ids=["pairs", "single"])
+def test_bits_of_the_single_kernels(kernel_backend: Any, shape: Shape, hidden: int, clusters: bool) -> None:
     """Lanes in permuted slots: new, idle and running ones; steps of one, several and many columns, some rejected; more
     records than are folded at once. Every byte of outputs and state is that of the single kernels."""
-    if how == "quads" and shape.dv % 32 != 0:
-        pytest.skip("four blocks cannot share such a head evenly")
     single = WholeLayer(shape, hidden, slots=4, records=20, backend=kernel_backend, split=2 * shape.key_heads * shape.dk)
     whole = single.copy()
-    share(whole, how)
+    if not clusters:
+        without_clusters(whole)
     steps: list[tuple[list[int], list[int], int, list[int]]] = [
         ([2, 3, 0], [3, 0, 5], 5, [3, 0, 4]), ([0, 2], [1, 1], 1, [1, 1]), ([0, 1], [20, 2], 20, [19, 1]),
         ([0, 2], [1, 0], 1, [0, 0]), ([0, 1], [9, 8], 9, [9, 2]), ([1, 0], [4, 1], 4, [4, 1])]  # fmt: skip
@@ -53,8 +47,7 @@ def test_bits_of_the_single_kernels(kernel_backend: Any, shape: Shape, hidden: i
         found = whole.step(slots, lanes, width, accepted, settled=KINDS[number % 3])
         assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True)), f"step {number}"
         assert_same(single, whole)
-    wanted = SHARED_BY[how] if kernel_backend.caps().clusters else 1
-    assert whole.specs[0].cluster == (wanted, 1, 1)
+    assert whole.specs[0].cluster == (2 if clusters and kernel_backend.caps().clusters else 1, 1, 1)
 
 
 def test_production_heads(kernel_backend: Any) -> None:
@@ -110,15 +103,16 @@ def test_waits_for_what_is_not_settled(settled: str, width: int) -> None:
 
 
 @pytest.mark.skipif(toolchain.missing_reason() is not None, reason=str(toolchain.missing_reason()))
-@pytest.mark.parametrize("how", SHARED_BY)
+@pytest.mark.parametrize("clusters", [True, False], ids=["pairs", "single"])
 @pytest.mark.parametrize("settled", ["state", "hidden"])
-def test_no_race(settled: str, how: str) -> None:
+def test_no_race(settled: str, clusters: bool) -> None:
     start = WholeLayer(Shape(2, 4, 16, 32), 136, slots=2, records=12, backend=EmulatorLauncher(), seed=3)
     columns: list[Columns] = [start.columns(count) for count in (11, 12, 1)]
 
     def once(seed: int) -> list[Any]:
         layer = start.copy(EmulatorLauncher(seed))
-        share(layer, how)
+        if not clusters:
+            without_clusters(layer)
         out = [layer.step([1], [columns[0]], 12, [9], settled), layer.step([1], [columns[1]], 12, [12], settled),
                layer.step([1], [columns[2]], 1, [1], settled)]  # fmt: skip
         return [y for step in out for y in step] + [layer.state[name] for name in STATE]

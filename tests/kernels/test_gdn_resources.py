@@ -90,11 +90,6 @@ def test_the_fused_kernel_keeps_everything_in_registers(arch: str) -> None:
             types["gdn"][name] = TensorType((*shape[:2], 32, *shape[3:]), "f32")
         assert obstacle(ops, types, width) == ""
         spec = layer_spec(ops, types, 1, width, settled, target)
-        if target.clusters:  # heads shared by four blocks as well
-            many = layer_spec(ops, types, 1, width, settled, replace(target, sms=192))
-            used = compile_source(many.entry, render(many.template, many.entry, many.params), arch).resources
-            assert (used.stack, used.spill_stores, used.spill_loads, used.local) == (0, 0, 0, 0), f"{many.entry} {used}"
-            assert many.cluster == (4, 1, 1) and used.registers * many.block <= (32768 if width <= 8 else 65536), used
         used = compile_source(spec.entry, render(spec.template, spec.entry, spec.params), arch).resources
         assert (used.stack, used.spill_stores, used.spill_loads, used.local) == (0, 0, 0, 0), f"{spec.entry} {used}"
         assert used.registers * spec.block <= 65536 and used.static_smem <= 48 << 10

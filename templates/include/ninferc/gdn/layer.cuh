@@ -346,28 +346,22 @@ NINFERC_DEVICE void layer(const LayerOperands& p) {
   LayerConv<S> conv(p, at);
   conv.prefetch(p, slot);
 
-  f32x4 s[S::rows][S::vectors];
-  const auto load_state = [&]() {
-#pragma unroll
-    for (u32 r = 0; r < S::rows; ++r)
-#pragma unroll
-      for (u32 c = 0; c < S::vectors; ++c) {
-        s[r][c] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
-        if (slot.length > 0 && holds(r)) s[r][c] = ld_cg<f32x4>(state + r * S::pass_rows * S::dk + c * S::lanes * 4);
-      }
-  };
-  constexpr bool small_state = S::rows * S::vectors <= 4;  // finds room in registers beside the gates
   if constexpr (S::settled == Settled::hidden) {
-    if constexpr (small_state) {
-      load_state();
-    } else if (slot.length > 0) {  // comes as far as L2 meanwhile
+    // the state comes as far as L2 meanwhile: the registers are those of the gates
+    if (slot.length > 0)
       for (u32 line = threadIdx.x; line < S::own * S::dk / 32; line += S::threads)
         prefetch_l2(state - sub * 4 - first * S::dk + line * 32);
-    }
     grid_launch_dependents();
     layer_gates<S>(p, m, at, columns, a_log, dt_bias);
   }
-  if constexpr (S::settled != Settled::hidden || !small_state) load_state();
+  f32x4 s[S::rows][S::vectors];
+#pragma unroll
+  for (u32 r = 0; r < S::rows; ++r)
+#pragma unroll
+    for (u32 c = 0; c < S::vectors; ++c) {
+      s[r][c] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
+      if (slot.length > 0 && holds(r)) s[r][c] = ld_cg<f32x4>(state + r * S::pass_rows * S::dk + c * S::lanes * 4);
+    }
   // 1. fold what the last step recorded: a stage of it lies in shared memory
   const auto fold = [&](u32 count) {
     if (threadIdx.x < count) m.fold_alpha[threadIdx.x] = fold_alpha;
