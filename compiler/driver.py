@@ -302,7 +302,7 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
         specs |= {probe.entry: probe for probe in exchange.probe_specs(spec.hidden, caps)}
         for sizes in regions:
             sizes[EXCHANGE] = align(exchange.Mail.of(exchanges).size)
-    specs |= arrange_specs(shared, caps)
+    specs |= arrange_specs(shared, (op for phase in phases.values() for op in phase.ops()), caps)
     stages.log()
     kernels = {entry: KernelImage(item, "", b"", NO_RESOURCES) for entry, item in specs.items()}
     if images:

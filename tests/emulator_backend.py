@@ -12,7 +12,7 @@ from compiler.emit.arch import capability
 from compiler.emit.render import render
 from compiler.ir.op import Op
 from compiler.ir.types import Kind
-from compiler.kernels.arrange import arranged_weights
+from compiler.kernels.arrange import unit_weights
 from compiler.kernels.exchange import KINDS, Mail, in_slices, payload, tiles_of
 from compiler.ops.exchange_begin import BASE, number
 from compiler.passes.schedule import CHANNEL
@@ -22,7 +22,7 @@ from runtime.control import Ingress
 from runtime.cuda.transport import TILES_OVER, TRANSPORTS, mail_of, operand_types
 from runtime.vm.weights import WeightStore
 from tests.emulator.emulator import compile_kernel, launch
-from tests.kernels.encoded_weights import arranged
+from tests.kernels.encoded_weights import on_device
 
 Array = np.ndarray[Any, Any]
 
@@ -55,14 +55,17 @@ class EmulatorBackend:
         self.ingress = Ingress(self.ring, program.limits)
         self._kernels: dict[str, Any] = {}
         self._ends: dict[str, dict[int, int]] = {}
+        ops = (op for phase in program.phases.values() for op in phase.ops())
+        in_units = {weight.value.name for weight in unit_weights(program.values, ops)}
         for name, value in program.values.items():
             place = program.placements[name]
             if value.kind is Kind.WEIGHT:
                 data = weights.encoded(value)
+                assert value.source is not None
+                if name in in_units or value.source.format == "NVFP4":
+                    n, k = value.type.shape
+                    data = on_device(value.source.format, (n, k), data, name in in_units)
                 self.memory[place.rank][place.region][place.offset : place.offset + data.size] = data
-                for _, nbytes in arranged_weights([value]):
-                    codes = self.memory[place.rank][place.region][place.offset : place.offset + nbytes]
-                    codes[:] = arranged(codes.copy())
             elif value.kind is Kind.STATE and value.type.dtype != "i32":
                 self.memory[place.rank][place.region][place.offset : place.end] = 0xFF  # states of a fresh slot are never read
         for name, words in program.constants.items():

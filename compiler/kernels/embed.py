@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from compiler.ir.op import Op, require
 from compiler.ir.types import TensorType
+from compiler.kernels.arrange import in_units
 from compiler.kernels.linear_columns import FORMATS
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 
@@ -24,7 +25,7 @@ def embed_spec(op: Op, types: Mapping[str, TensorType], format: str, caps: Devic
     return KernelSpec(
         entry=f"embed_{name}_k{width}_{caps.arch.replace('_', '')}",
         template="embed.cu.j2",
-        params={"format": name, "width": width},
+        params={"format": name, "width": width, "in_units": in_units(format, vocabulary, width)},
         grid=(-(-width // (8 * THREADS)), columns, 1),
         block=THREADS,
         smem=0,

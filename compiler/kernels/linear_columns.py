@@ -14,19 +14,20 @@ from math import ceil
 
 from compiler.ir.op import Op, require
 from compiler.ir.types import IRError, TensorType
+from compiler.kernels.arrange import in_units
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.ops.exchange_residual import PUSH_COLUMNS
 from compiler.profiles import tile_fields
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 64)
 BLOCK_COLUMNS = 32  # columns of a block: accumulators of more do not fit the registers
-# artifact name -> (name in kernels, bytes of 128 columns in the code plane, pitch of a row's high bits and bytes of the
-# scales of 16 rows in a stage); the figures repeat those of geometry.cuh, which checks the sum
+# artifact name -> (name in kernels, bytes of 128 columns in the code plane and in that of high bits, and of the scales of 16
+# rows of them); the figures repeat those of geometry.cuh, which checks the sum
 FORMATS = {
     "BF16": ("bf16", 256, 0, 0),
     "Q4G64_F16S": ("q4g64", 64, 0, 64),
     "Q5G64_F16S": ("q5g64", 64, 16, 64),
-    "Q6G64_F16S": ("q6g64", 64, 48, 64),
+    "Q6G64_F16S": ("q6g64", 64, 32, 64),
     "W8G32_F16S": ("w8g32", 128, 0, 128),
     "NVFP4": ("nvfp4", 64, 0, 128),
     "FP8_E4M3FN_ROW_BF16S": ("fp8_row", 128, 0, 0),
@@ -94,6 +95,11 @@ class Product:
         return slices_of(self.k // self.segments)
 
     @property
+    def in_units(self) -> bool:
+        """Whether the weight lies in units of 16 rows x 128 columns (codec/units.cuh)."""
+        return in_units(self.format, self.n, self.k)
+
+    @property
     def row_tiles(self) -> int:
         """Tiles of 16 outputs."""
         return ceil(self.outputs / 16)
@@ -158,10 +164,15 @@ def tiles_of(product: Product, tile: Tile) -> int:
     return ceil(product.row_tiles * (2 if product.epilogue == "swiglu" else 1) / (tile.mtiles * pair_of(product, tile)))
 
 
-def shared_bytes(product: Product, tile: Tile) -> int:
+def stage_bytes(product: Product, tile: Tile) -> int:
+    """Weights of one stage of a warp."""
+    _, code_bytes, high_bytes, scale_bytes = FORMATS[product.format]
+    return tile.mtiles * (16 * code_bytes + 16 * high_bytes + scale_bytes)
+
+
+def shared_bytes(product: Product, tile: Tile, caps: DeviceCaps) -> int:
     """Dynamic shared memory of a block (LinearGeometry::smem_bytes; the template asserts that they agree)."""
-    _, code_bytes, high_pitch, scale_bytes = FORMATS[product.format]
-    stage = tile.mtiles * (16 * code_bytes + 16 * high_pitch + scale_bytes)
+    stage = stage_bytes(product, tile) + (8 if product.in_units and caps.bulk_copy else 0)  # its mbarrier
     segments = block_segments(product, tile)
     members = tile.warps_k * pair_of(product, tile)
     sums = members * units_of(product, tile) * 512 if members > 1 else 0
@@ -209,6 +220,8 @@ def problem(product: Product) -> str | None:
         return f"K = {product.k} in {product.segments} segments; a multiple of 8 columns per segment is needed"
     if product.segments > 1 and product.kernel_format in GROUPED and product.k // product.segments % CHUNK:
         return f"K = {product.k} in {product.segments} segments; {product.format} needs multiples of {CHUNK}"
+    if product.in_units and product.k // product.segments % CHUNK:
+        return f"K = {product.k} in {product.segments} segments; a weight in units needs multiples of {CHUNK}"
     if product.kernel_format == "nvfp4" and (product.outputs % 128 or product.k // product.segments % 64):
         return f"[{product.n}, {product.k}] in NVFP4; outputs in multiples of 128 and K per segment of 64 are needed"
     if product.epilogue == "push_f32" and product.columns > PUSH_COLUMNS:
@@ -237,7 +250,7 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
         return False
     if tile.mixed and (product.epilogue != "swiglu" or tile.mtiles != 1 or tile.warpgroup):
         return False
-    smem = shared_bytes(product, tile)
+    smem = shared_bytes(product, tile, caps)
     return smem <= caps.smem_block and max(1, tile.blocks_per_sm) * (smem + 1024) <= caps.smem_sm
 
 
@@ -283,14 +296,13 @@ def _slowdown(product: Product, tile: Tile, caps: DeviceCaps) -> float:
     blocks = ceil(tiles_of(product, tile) / teams_of(product, tile)) * sharers_of(product, tile)
     own_warps = tile.warps_r * tile.warps_k
     # Blocks that one multiprocessor holds: by shared memory, and by registers at about 80 per thread (wide: 128 and more).
-    room = min(caps.smem_sm // (shared_bytes(product, tile) + 1024), (24 if product.few else 16) // own_warps or 1)
+    room = min(caps.smem_sm // (shared_bytes(product, tile, caps) + 1024), (24 if product.few else 16) // own_warps or 1)
     together = min(tile.blocks_per_sm or room, room, ceil(blocks / caps.sms))
     warps = together * own_warps
     waves = blocks / (together * caps.sms)
     # The busiest multiprocessor against the average one: unpacking takes most of its issue slots.
     share = ceil(blocks / caps.sms) / (blocks / caps.sms) if waves <= 1 else ceil(waves) / waves
-    _, code_bytes, high_pitch, scale_bytes = FORMATS[product.format]
-    stage = tile.mtiles * (16 * code_bytes + 16 * high_pitch + scale_bytes)
+    stage = stage_bytes(product, tile)
     # Copies at once: of a warp, what it waits for is in flight, whatever the ring.
     flight = warps * (tile.stages - (1.25 if tile.resident else 2.25) if caps.cp_async else 1) * stage
     wanted = min(48 << 10, caps.smem_sm // 3)
@@ -348,7 +360,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
     if tile.blocks_per_sm:
         blocks = min(blocks, max(1, caps.sms * tile.blocks_per_sm // sharers))
     blocks *= sharers
-    threads, smem = 32 * tile.warps_r * tile.warps_k, shared_bytes(product, tile)
+    threads, smem = 32 * tile.warps_r * tile.warps_k, shared_bytes(product, tile, caps)
     suffix = {"store": "", "store_f32": "_f32", "push_f32": "_push"}.get(product.epilogue, f"_{product.epilogue}")
     if product.segments > 1:
         suffix = f"_s{product.segments}{suffix}"
@@ -377,7 +389,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
                 "column_blocks": product.bucket // product.block_columns, "segments": product.segments,
                 "slices": product.slices, "mtiles": tile.mtiles, "warps_r": tile.warps_r, "warps_k": tile.warps_k,
                 "stages": tile.stages, "resident": tile.resident, "split": tile.split, "clustered": tile.clustered,
-                "mixed": tile.mixed, "warpgroup": tile.warpgroup,
+                "mixed": tile.mixed, "warpgroup": tile.warpgroup, "in_units": product.in_units,
                 "norm": norm, "keep": product.keep, "epilogue": product.epilogue, "release": tile.release,
                 "threads": threads, "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
         grid=(blocks, 1, 1),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from compiler.ir.types import IRError
+from compiler.kernels.arrange import in_units
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 
 # Format name -> (enumerator in codec/format.cuh; bytes of 64 columns of one row: codes, high bits, scale word)
@@ -137,7 +138,7 @@ def linear_rows(
     smem = shared_bytes(fmt, store, tile)
     params: dict[str, int | str | bool] = {
         "format": name, "store": store, "n": n, "k": k, "tile_rows": tile.rows, "tile_tokens": tile.tokens,
-        "stages": tile.stages, "smem": smem,
+        "stages": tile.stages, "smem": smem, "in_units": in_units(fmt, n, k),
     }  # fmt: skip
     if wgmma:
         params["columns"] = WARPGROUP_TILES[tile.tokens]

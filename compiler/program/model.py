@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,10 @@ class Phase:
     @property
     def columns(self) -> int:
         return self.lanes * self.width
+
+    def ops(self) -> Iterator[Op]:
+        """The ops of all calls, in order."""
+        return (op for call in self.calls for op in call.ops)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from compiler.control import FAULT, egress_extent
 from compiler.ir.op import Array
 from compiler.ir.types import DTYPE_BYTES, Kind
-from compiler.kernels.arrange import arrange_entry, arranged_weights
+from compiler.kernels.arrange import SCRATCH, UnitWeight, arrange_entry, arranged_weights, unit_weights, units_entry
 from compiler.passes.schedule import CHANNEL
 from compiler.passes.shard import at
 from compiler.program.model import DEVICE_REGIONS, EGRESS, EXCHANGE, RING, Arg, Phase, Placement, Program
@@ -188,16 +188,37 @@ class CudaBackend:
 
     def _arrange(self) -> None:
         """Bring weights into the order in which the program's kernels read them."""
-        entry = arrange_entry(self.program.caps.arch)
-        if entry not in self.program.kernels:
-            return
-        spec = self.program.kernels[entry].spec
-        for value, nbytes in arranged_weights(self.program.values.values()):
-            device = self.devices[value.rank]
-            words = Arg("words", "pointer", "absolute", self.address(self.program.placements[value.name]))
-            args = PackedArgs((words, Arg("pieces", "int", number=nbytes // 16)), lambda arg: arg.offset)
-            device.activate()
-            launch_kernel(self.modules.kernels[entry], device.stream, spec.grid, spec.block, spec.smem, args, f"kernel {entry}")
+        program, arch = self.program, self.program.caps.arch
+        for value, nbytes in arranged_weights(program.values.values()):
+            words = self.address(program.placements[value.name])
+            self._launch(arrange_entry(arch), value.rank, {"words": words}, {"pieces": nbytes // 16})
+        found = unit_weights(program.values, (op for phase in program.phases.values() for op in phase.ops()))
+        by_rank = [[weight for weight in found if weight.value.rank == rank] for rank in range(program.tp)]
+        for device, weights in zip(self.devices, by_rank, strict=True):
+            if not weights:
+                continue
+            scratch = device.allocate(max(SCRATCH, *(weight.block_bytes for weight in weights)), "rearranging weights")
+            for weight in weights:
+                self._arrange_units(weight, scratch)
+            device.release(scratch)  # waits
+
+    def _arrange_units(self, weight: UnitWeight, scratch: int) -> None:
+        entry, at = units_entry(weight.format, self.program.caps.arch), self.address(self.program.placements[weight.value.name])
+        pointers = {name: at + weight.planes[name] if name in weight.planes else None for name in
+                    ("w_codes", "w_high", "w_scales")}  # fmt: skip
+        self._launch(entry, weight.value.rank, {**pointers, "scratch": scratch}, {"rows": weight.rows, "chunks": weight.chunks},
+                     min(weight.blocks, weight.row_blocks))  # fmt: skip
+
+    def _launch(self, entry: str, rank: int, pointers: Mapping[str, int | None], numbers: Mapping[str, int],
+                most_blocks: int = 1 << 30) -> None:  # fmt: skip
+        """One kernel of loading, with at most ``most_blocks`` blocks."""
+        device, spec = self.devices[rank], self.program.kernels[entry].spec
+        args = [Arg(name, "null") if at is None else Arg(name, "pointer", "absolute", at) for name, at in pointers.items()]
+        args += [Arg(name, "int", number=number) for name, number in numbers.items()]
+        packed = PackedArgs(tuple(args), lambda arg: arg.offset)
+        device.activate()
+        grid = (min(spec.grid[0], most_blocks), 1, 1)
+        launch_kernel(self.modules.kernels[entry], device.stream, grid, spec.block, spec.smem, packed, f"kernel {entry}")
 
     def launch(self, phase: str) -> None:
         if self.exchange is not None:

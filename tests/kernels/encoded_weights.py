@@ -9,6 +9,7 @@ import numpy as np
 
 from artifacts.formats import EncodedTensor, get_format
 from artifacts.layouts import decode, layout_of
+from compiler.kernels.arrange import in_units
 
 Array = np.ndarray[Any, Any]
 # name of a plane in the layouts -> in kernels
@@ -31,6 +32,39 @@ def arranged(codes: Array) -> Array:
     return out.view(np.uint8)
 
 
+def units(format: str, plane: str, stored: Array, n: int, k: int) -> Array:
+    """A plane of [n, k], bytes as stored, in units (templates/include/ninferc/codec/units.cuh). ``plane``: as kernels call it."""
+    rows, chunks = np.arange(n).reshape(-1, 16), k // 128
+    if format == "NVFP4":  # a band: four rows of each quarter of 128, one row of each quarter after the other
+        rows = np.arange(n).reshape(n // 128, 4, 8, 4).transpose(0, 2, 3, 1).reshape(-1, 16)
+    bands = len(rows)
+    if plane == "divisor" or (plane == "scales" and format in ("BF16", "FP8_E4M3FN_ROW_BF16S")):
+        return stored
+    if plane == "scales" and format == "NVFP4":
+        natural = stored.reshape(n // 128, k // 64, 32, 4, 4).transpose(0, 3, 2, 1, 4).reshape(n, -1)
+        return natural[rows].reshape(bands, 2, 8, chunks, 2, 4).transpose(0, 3, 1, 4, 2, 5).reshape(-1)
+    matrix = stored.reshape(n, -1)[rows]
+    if plane == "scales":
+        return matrix.reshape(bands, 16, chunks, -1).transpose(0, 2, 1, 3).reshape(-1)
+    width = 64 if plane == "codes" else 16
+    slabs = matrix.reshape(bands, 2, 8, chunks, -1, width).transpose(0, 3, 1, 4, 2, 5).copy()
+    if plane == "codes" and format.endswith("_F16S"):
+        slabs[..., [2, 3, 6, 7], :] = np.roll(slabs[..., [2, 3, 6, 7], :], 32, axis=-1)
+    return slabs.reshape(-1)
+
+
+def on_device(format: str, shape: tuple[int, int], encoded: Array, as_units: bool) -> Array:
+    """A whole weight as kernels find it on the device."""
+    out = encoded.copy()
+    for plane in layout_of(format).planes(format, shape):
+        part, name = out[plane.offset : plane.end], _PLANES[plane.name]
+        if as_units and part.size:
+            part[:] = units(format, name, part.copy(), *shape)
+        if (format, name) == ("NVFP4", "codes"):
+            part[:] = arranged(part.copy())
+    return out
+
+
 @dataclass(frozen=True)
 class Weights:
     """Encoded bytes of a matrix [N, K] and the float64 ``values`` they stand for."""
@@ -39,17 +73,14 @@ class Weights:
     encoded: Array
     values: Array
 
-    def plane(self, name: str) -> Array | None:
-        """Bytes of the plane codes, high, scales or divisor; None where the format has none."""
-        for plane in layout_of(self.format).planes(self.format, self.values.shape):
-            if _PLANES[plane.name] == name and plane.nbytes:
-                stored = self.encoded[plane.offset : plane.end].copy()
-                return arranged(stored) if (self.format, name) == ("NVFP4", "codes") else stored
-        return None
-
-    def pointers(self) -> list[Array | None]:
-        """The four arguments w_codes, w_high, w_scales, w_divisor."""
-        return [self.plane(name) for name in ("codes", "high", "scales", "divisor")]
+    def pointers(self, as_units: bool = True) -> list[Array | None]:
+        """The four arguments w_codes, w_high, w_scales, w_divisor: bytes of the planes as kernels find them on the device, None
+        where the format has none. ``as_units``: where the shape allows it."""
+        n, k = self.values.shape
+        device = on_device(self.format, (n, k), self.encoded, as_units and in_units(self.format, n, k))
+        planes = {_PLANES[p.name]: device[p.offset : p.end].copy()
+                  for p in layout_of(self.format).planes(self.format, (n, k)) if p.nbytes}  # fmt: skip
+        return [planes.get(name) for name in ("codes", "high", "scales", "divisor")]
 
     def columns(self, begin: int, end: int) -> Weights:
         """Columns [begin, end) as a tensor of their own, cut as a rank's shard is."""

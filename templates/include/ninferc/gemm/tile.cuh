@@ -1,14 +1,15 @@
 // One block's tile of a row product and its stages in shared memory, common to all row kernels.
 //
 // A block computes `tile_rows` weight rows x `tile_tokens` tokens and walks K in stages of 64 columns: a tile of x, tokens
-// by 128 bytes, in the 128-byte swizzle (chunk c of token t at c ^ (t % 8)), and the same columns of the weight planes as
-// stored, rows one after another with the 16-byte code chunks swizzled so that eight rows never meet in a bank.
+// by 128 bytes, in the 128-byte swizzle (chunk c of token t at c ^ (t % 8)), and the same columns of the weight planes,
+// rows one after another (whether they lie so in memory or in units) with the 16-byte code chunks swizzled so that eight rows never meet in a bank.
 #pragma once
 #include <ninferc/base/async.cuh>
 #include <ninferc/base/grid.cuh>
 #include <ninferc/base/types.cuh>
 #include <ninferc/base/vec.cuh>
 #include <ninferc/base/warp.cuh>
+#include <ninferc/codec/units.cuh>
 #include <ninferc/gemm/unpack.cuh>
 
 namespace ninferc::gemm {
@@ -16,15 +17,16 @@ namespace ninferc::gemm {
 enum class Store { bf16, f32, swiglu, residual };
 
 // Everything known at compile time.  `n` weight rows (SwiGLU: gate rows, then up rows), `k` columns, `math_threads` threads
-// that hold accumulators; stages lie at multiples of `alignment` bytes; with `push` tiles go to the other rank too.
+// that hold accumulators; stages lie at multiples of `alignment` bytes; with `push` tiles go to the other rank too; weights
+// lie in rows or `in_units` (codec/units.cuh).
 template <Format format_, Store store_, u32 n_, u32 k_, u32 tile_rows_, u32 tile_tokens_, u32 stages_, u32 math_threads_, u32 alignment,
-          bool push_ = false>
+          bool push_, bool in_units_>
 struct Shape {
   static constexpr Format format = format_;
   static constexpr Store store = store_;
   static constexpr u32 n = n_, k = k_, tile_rows = tile_rows_, tile_tokens = tile_tokens_;
   static constexpr u32 stages = stages_, math_threads = math_threads_;
-  static constexpr bool push = push_;
+  static constexpr bool push = push_, in_units = in_units_;
   using T = Traits<format>;
   static constexpr bool swiglu = store == Store::swiglu;
   static constexpr u32 steps = ceil_div(k, 64u);
@@ -43,6 +45,7 @@ struct Shape {
   static_assert(!push || store == Store::bf16 || store == Store::f32, "what is sent are partial sums");
   static_assert(n % 8 == 0 && outputs % 8 == 0 && k % 8 == 0, "rows and columns come in eights");
   static_assert(format != Format::fp8_row || k % 16 == 0, "FP8 rows are read in 16-byte pieces");
+  static_assert(!in_units || (k % 128 == 0 && outputs % 16 == 0), "units are whole, of gate and of up");
   static_assert(format != Format::nvfp4 || (n % 128 == 0 && k % 64 == 0), "NVFP4 has 128-row, 64-column scale tiles");
 
   // Weight row of row r of the tile that begins at output `first`.  SwiGLU interleaves eight gate rows and their eight up
@@ -79,31 +82,46 @@ class WeightLoader {
   static_assert(S::tile_rows * per_row % threads == 0 && threads % per_row == 0 && row_step % 4 == 0, "an even share each");
   static_assert(threads % 32 == 0 && (S::tile_rows < threads || S::tile_rows % threads == 0), "an even share each");
   // Tile rows 16 apart are a fixed number of weight rows apart, unless rows past the end are clamped.
-  static constexpr bool linear = S::whole && row_step % 16 == 0;
+  // In units the places of rows whose numbers have no bit in common add up.
+  static constexpr bool linear = S::whole && (S::in_units || row_step % 16 == 0);
   static constexpr u32 rows_apart = S::swiglu ? row_step / 2 : row_step;
+  using U = Units<S::format>;
+  static constexpr u32 chunks = S::k / 128;
 
   const Operands* o_;
   const u8* codes_;
   u32 first_, thread_, chunk_, row_;
 
   NINFERC_DEVICE u32 weight_row(u32 i) const { return S::weight_row(first_, i); }
+  // Where the codes of a weight row begin; in units: its place in its first unit.
+  static NINFERC_DEVICE u64 row_at(u32 row) {
+    if constexpr (S::in_units) return U::first(row, chunks) * U::code_bytes + U::code_piece(U::in_band(row), 0);
+    else return u64(row) * row_bytes;
+  }
+  // From there to the thread's piece of step `s`.
+  NINFERC_DEVICE i32 step_at(u32 s) const {
+    if constexpr (!S::in_units) return i32(s * T::code_bytes + chunk_ * 16);
+    const u32 r = U::in_band(weight_row(row_));
+    return i32(s / 2 * U::code_bytes + U::code_piece(r, s % 2 * per_row + chunk_) - U::code_piece(r, 0));
+  }
 
  public:
   NINFERC_DEVICE WeightLoader(const Operands& o, u32 first, u32 thread)
       : o_(&o), first_(first), thread_(thread), chunk_(thread % per_row), row_(thread / per_row) {
-    codes_ = o.codes + u64(weight_row(row_)) * row_bytes + chunk_ * 16;
+    codes_ = o.codes + row_at(weight_row(row_));
   }
   // Issues the copies of step `s` into the stage at shared address `stage`.
   NINFERC_DEVICE void load(u32 s, u32 stage) const {
-    const u8* from = codes_ + s * T::code_bytes;
+    const u8* from = codes_ + step_at(s);
     const bool inside = T::padded(S::k) % 64 == 0 || s * T::code_bytes + chunk_ * 16 < row_bytes;
     if (T::padded(S::k) % 64 != 0 && !inside) from = codes_;
 #pragma unroll
     for (u32 i = 0; i < pieces; ++i) {
       const u32 row = row_ + i * row_step;
       const u32 to = stage + S::codes_at + row * T::code_bytes + S::code_chunk(row, chunk_) * 16;
-      const u8* piece = linear ? from + u64(i * rows_apart) * row_bytes
-                               : from + i64(i32(weight_row(row) - weight_row(row_))) * i64(row_bytes);
+      const u8* piece = S::in_units && linear ? from + row_at(S::weight_row(0, i * row_step))
+                        : linear ? from + u64(i * rows_apart) * row_bytes
+                                 : from + i64(row_at(weight_row(row)) - row_at(weight_row(row_)));
       if constexpr (T::padded(S::k) % 64 == 0) cp_async_16(to, piece);
       else cp_async_16_zfill(to, piece, inside);
     }
@@ -115,7 +133,9 @@ class WeightLoader {
         const u32 r = weight_row(row);
         if constexpr (T::scale_bytes != 0) {
           const u8* scale = o_->scales;
-          if constexpr (S::format == Format::nvfp4)
+          if constexpr (S::in_units)
+            scale += (U::first(r, chunks) + s / 2) * U::scale_bytes + U::scale_word(U::in_band(r), U::scale_row == 8 ? s % 2 : 0);
+          else if constexpr (S::format == Format::nvfp4)
             scale += nvfp4_scale_offset(r, s * 4, S::k);
           else if constexpr (S::format == Format::w8g32)
             scale += u64(r) * (T::padded(S::k) / 16) + s * 4;
@@ -124,7 +144,12 @@ class WeightLoader {
           cp_async_small<4>(stage + S::scales_at + row * 4, scale);
         }
         if constexpr (T::high_bytes != 0) {
-          const u8* high = o_->high + u64(r) * (T::padded(S::k) / 64 * T::high_bytes) + s * T::high_bytes;
+          const u8* high = o_->high;
+          if constexpr (S::in_units)
+            high += (U::first(r, chunks) + s / 2) * U::high_bytes +
+                    (T::high_bytes == 16 ? U::high_piece(U::in_band(r), s % 2) : U::high_piece(U::in_band(r), 0) + s % 2 * 8);
+          else
+            high += u64(r) * (T::padded(S::k) / 64 * T::high_bytes) + s * T::high_bytes;
           if constexpr (T::high_bytes == 16) cp_async_16(stage + S::high_at + row * 16, high);
           else cp_async_small<8>(stage + S::high_at + row * 8, high);
         }

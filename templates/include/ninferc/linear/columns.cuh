@@ -5,6 +5,7 @@
 #include <ninferc/linear/activations.cuh>
 #include <ninferc/linear/epilogue.cuh>
 #include <ninferc/linear/geometry.cuh>
+#include <ninferc/linear/ring.cuh>
 #include <ninferc/linear/weights.cuh>
 
 namespace ninferc {
@@ -133,7 +134,6 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   const u32 base = shared_address(smem);
   const u32 warp = warp_id_uniform(), warp_r = warp / G::warps_k, warp_k = warp % G::warps_k;
   const u32 team = warp_r / G::pair, side = warp_r % G::pair, member = warp_k * G::pair + side;
-  const u32 ring = base + G::ring_base + warp * G::ring_bytes;
   const auto x_stage = [&](u32 stage) { return base + G::x_base + (stage * G::warps_k + warp_k) * G::x_bytes; };
 
   Meeting<G>::open(base);
@@ -141,22 +141,19 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   const u32 first_tile = dealt.first_tile, tile_step = dealt.tile_step, first_chunk = dealt.first_chunk;
   const Activations in = dealt.columns(args);
   const ActivationCopier<G> x_copier{in, warp_r * 32 + lane_id()};
-  WeightCopier<G> w_copier(args.codes, args.high, args.scales, side);
+  WeightRing<G> ring(base, warp, args.codes, args.high, args.scales, side);
   ChunkWalk<G> next(first_chunk, warp_k, first_tile, tile_step);
-  if (next.tile < G::tiles) w_copier.seek(next.tile, next.number);
-  const auto copy_weights = [&](u32 stage_at) {
-    if (next.tile < G::tiles) w_copier.copy(stage_at);
-  };
+  if (next.tile < G::tiles) ring.copier.seek(next.tile, next.number);
   const auto advance = [&]() {
-    w_copier.step();
-    if (next.advance() && next.tile < G::tiles) w_copier.seek(next.tile, next.number);
+    ring.copier.step();
+    if (next.advance() && next.tile < G::tiles) ring.copier.seek(next.tile, next.number);
   };
 
   // Weights do not depend on earlier kernels: fill the ring before waiting for these.
 #pragma unroll 1
   for (u32 stage = 0; stage + 1 < stages; ++stage) {
-    copy_weights(ring + stage * G::stage_bytes);
-    if constexpr (G::resident) cp_async_commit();
+    ring.prime(stage, next.tile < G::tiles);
+    if constexpr (G::resident && !G::bulk) cp_async_commit();
     advance();
   }
   prefetch_scales<G>(args, dealt, member);
@@ -185,8 +182,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
 
   const u32 x_lane = lane_id() / 4 % G::bucket * G::x_pitch + lane_id() % 4 * 16;  // column and piece of this lane
   Team<G> sums{base + G::sums_base, team, member};
-  // Stage being multiplied and stage being filled, which is the one before: weights, activations.
-  u32 stage_at = ring, fill_at = ring + (stages - 1) * G::stage_bytes;
+  // Of activations: stage being multiplied and stage being filled, which is the one before.
   constexpr u32 x_step = G::warps_k * G::x_bytes;
   const u32 x_end = x_stage(stages);
   u32 x_at = x_stage(0), x_fill_at = x_stage(stages - 1);
@@ -210,19 +206,19 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
           const bool copies = next.tile < G::tiles;
 #pragma unroll 1
           for (u32 i = run; i != 0; --i) {
-            // All lanes have landed this stage's copies and have done with the stage before, which is refilled.
-            cp_async_wait<stages - 2>();
+            // All lanes have done with the stage before, which is refilled, and (but for bulk copies) landed this stage's.
+            if constexpr (!G::bulk) cp_async_wait<stages - 2>();
             sync_warp();
-            if (copies) w_copier.copy(fill_at);
-            cp_async_commit();
-            w_copier.step();
-            fill_at = stage_at;
-            product.add(stage_at, x_chunk);
+            ring.refill(copies);
+            if constexpr (!G::bulk) cp_async_commit();
+            ring.copier.step();
+            ring.wait();
+            product.add(ring.at, x_chunk);
             x_chunk += G::slices * 256;
-            stage_at = stage_at + G::stage_bytes == ring + G::ring_bytes ? ring : stage_at + G::stage_bytes;
+            ring.next();
           }
           left -= run;
-          if (next.advance(run) && next.tile < G::tiles) w_copier.seek(next.tile, next.number);
+          if (next.advance(run) && next.tile < G::tiles) ring.copier.seek(next.tile, next.number);
         }
       } else {
 #pragma unroll 1
@@ -231,18 +227,18 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
           // before, which is refilled.
           if constexpr (G::warps_r == 1) sync_warp();
           else named_barrier_sync(1 + G::teams + warp_k, 32 * G::warps_r);
-          copy_weights(fill_at);
-          fill_at = stage_at;
+          ring.refill(next.tile < G::tiles);
           const u32 x_after = x_at + x_step == x_end ? x_stage(0) : x_at + x_step;
           x_copier.copy(x_fill_at, next.number);
           cp_async_commit();
           cp_async_wait<stages - 2>();
           x_copier.order(x_after);
-          product.add(stage_at, x_at + x_lane);
+          ring.wait();
+          product.add(ring.at, x_at + x_lane);
           x_fill_at = x_at;
           x_at = x_after;
           advance();
-          stage_at = stage_at + G::stage_bytes == ring + G::ring_bytes ? ring : stage_at + G::stage_bytes;
+          ring.next();
         }
       }
       sums.add(total, epilogue, product, slice, slice - warp_k, tile < G::tiles);

@@ -16,7 +16,7 @@
 // With `clustered` these blocks are a cluster, work on one tile per team, and meet in shared memory (meeting.cuh).
 #pragma once
 #include <ninferc/base/types.cuh>
-#include <ninferc/codec/format.cuh>
+#include <ninferc/codec/units.cuh>
 
 namespace ninferc {
 
@@ -26,7 +26,7 @@ enum class Epilogue : u32 { store, store_f32, push_f32, swiglu, residual };
 enum class Release : u32 { early, late, end };
 
 // Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, split, clustered, mixed, warpgroup
-// (warpgroup.cuh instead of columns.cuh), norm, keep (the normalised activations are stored as well), release.
+// (warpgroup.cuh instead of columns.cuh), in_units (weights lie in units, see codec/units.cuh), norm, keep (the normalised activations are stored as well), release.
 template <class Config>
 struct LinearGeometry : Config {
   using Traits = FormatTraits<Config::format>;
@@ -60,13 +60,11 @@ struct LinearGeometry : Config {
   static constexpr bool aligned_16 = whole_k || k_segment * Traits::code_bytes_128 / 128 % 16 == 0;
   static constexpr u32 groups = Traits::group == 0 ? 0 : (k + 127) / 128 * 128 / Traits::group;  // of one row
 
-  // One stage of one warp in shared memory: code slabs of 16 rows x 64 bytes, high bits, scales.
+  // One stage of one warp in shared memory: codes, high bits and scales of its matrix tiles, each as in a unit of the plane.
   static constexpr u32 slabs = Traits::code_bytes_128 / 64;
-  static constexpr u32 high_pitch = format == Format::q6g64 ? 48 : Traits::high_bytes_128;  // 48: free of bank conflicts
-  static constexpr u32 scale_row = format == Format::w8g32 ? 8 : Traits::grouped_int || format == Format::nvfp4 ? 4 : 0;
-  static constexpr u32 scale_bytes = format == Format::nvfp4 ? 128 : 16 * scale_row;  // of one matrix tile
+  static constexpr u32 scale_row = Units<format>::scale_row, scale_bytes = Units<format>::scale_bytes;
   static constexpr u32 high_offset = mtiles * slabs * 1024;
-  static constexpr u32 scale_offset = high_offset + mtiles * 16 * high_pitch;
+  static constexpr u32 scale_offset = high_offset + mtiles * Units<format>::high_bytes;
   static constexpr u32 stage_bytes = scale_offset + mtiles * scale_bytes;
 
   // Activations, 256 bytes per column and chunk.  Columns lie 64 bytes past a multiple of 128 apart: no bank conflicts.
@@ -92,7 +90,12 @@ struct LinearGeometry : Config {
   static constexpr u32 team_places = clustered ? ceil_div(units, segments) : 0;
   static constexpr u32 place_bytes = (segments - 1) * 512 + 8;
   static constexpr u32 meeting_base = sums_base + teams * sums_buffers * sums_bytes;
-  static constexpr u32 smem_bytes = meeting_base + teams * team_places * place_bytes;
+
+  // Units come by bulk copies where there are such: an mbarrier per stage.
+  static constexpr bool in_units = Config::in_units, bulk = in_units && NINFERC_HAS_BULK_COPY;
+  static constexpr u32 barriers_base = meeting_base + teams * team_places * place_bytes;
+  static constexpr u32 warp_barriers = bulk ? Config::stages * 8 : 0;
+  static constexpr u32 smem_bytes = barriers_base + warps_r * warps_k * warp_barriers;
 
   static_assert(all_slices % warps_k == 0, "every warp takes the same number of slices");
   static_assert(k % (8 * segments) == 0, "activations are read eight at a time");
@@ -106,6 +109,7 @@ struct LinearGeometry : Config {
   static_assert(!Config::norm || Config::resident, "the norm needs the whole activations");
   static_assert(!Config::warpgroup || (!Config::resident && whole_x && mtiles == 1 && warps_r % 4 == 0 && !Traits::grouped_int),
                 "warpgroup products take one matrix tile per warp, whole chunks, scales on weights or on rows");
+  static_assert(!in_units || (whole_x && k % 128 == 0 && outputs % 16 == 0), "units are whole, in every segment, of gate and of up");
   static_assert(!Config::keep || (Config::norm && Config::column_blocks == 1), "normalised rows are stored whole");
 
   // Weight row of output r of subtile `subtile`.  nvfp4 takes four rows (mixed: two) of each quarter of a block of 128, whose

@@ -59,7 +59,6 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
   const u32 base = shared_address(smem);
   const u32 warp = warp_id_uniform(), warp_r = warp % G::warps_r, warp_k = warp / G::warps_r;
   const u32 team = warp_r / G::pair, side = warp_r % G::pair, member = warp_k * G::pair + side;
-  const u32 ring = base + G::ring_base + warp * G::ring_bytes;
   const auto x_tile = [&](u32 number) { return base + G::x_base + (number * G::warps_k + warp_k) * G::x_bytes; };
 
   const u32 x_end = x_tile(G::x_tiles);
@@ -67,16 +66,16 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
   Meeting<G>::open(base);
   const Dealing<G> dealt(team);
   const Activations in = dealt.columns(args);
-  WeightCopier<G> w_copier(args.codes, args.high, args.scales, side);
+  WeightRing<G> ring(base, warp, args.codes, args.high, args.scales, side);
   ChunkWalk<G> next(dealt.first_chunk, warp_k, dealt.first_tile, dealt.tile_step);
-  if (next.tile < G::tiles) w_copier.seek(next.tile, next.number);
+  if (next.tile < G::tiles) ring.copier.seek(next.tile, next.number);
   // Weights do not depend on earlier kernels: fill the ring before waiting for these.
 #pragma unroll 1
   for (u32 stage = 0; stage + 1 < stages; ++stage) {
-    if (next.tile < G::tiles) w_copier.copy(ring + stage * G::stage_bytes);
-    cp_async_commit();
-    w_copier.step();
-    if (next.advance() && next.tile < G::tiles) w_copier.seek(next.tile, next.number);
+    ring.prime(stage, next.tile < G::tiles);
+    if constexpr (!G::bulk) cp_async_commit();
+    ring.copier.step();
+    if (next.advance() && next.tile < G::tiles) ring.copier.seek(next.tile, next.number);
   }
   prefetch_scales<G>(args, dealt, member);
   grid_dependency_wait();
@@ -96,7 +95,6 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
   WgmmaPipe pipe;
   Team<G> sums{base + G::sums_base, team, member};
   u32 x_at = x_tile(0);
-  u32 stage_at = ring, fill_at = ring + (stages - 1) * G::stage_bytes;
   u32 a[2][2][4];  // step in turn, product, fragment
 #pragma unroll 1
   for (u32 tile = dealt.first_tile; tile < dealt.end_tile; tile += dealt.tile_step) {
@@ -122,22 +120,24 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
           // Everybody's share of this chunk's activations is stored; everybody's products of the chunk before the last are
           // done, whose tile is overwritten; this warp has done with the stage before, which is refilled.
           named_barrier_sync(1 + G::teams + warp_k, 32 * G::warps_r);
-          if (copies) w_copier.copy(fill_at);
-          cp_async_commit();
-          w_copier.step();
-          fill_at = stage_at;
+          ring.refill(copies);
+          if constexpr (!G::bulk) cp_async_commit();
+          ring.copier.step();
           const u32 x_after = x_at + G::warps_k * G::x_bytes == x_end ? x_tile(0) : x_at + G::warps_k * G::x_bytes;
           x.store(x_after);
           fence_proxy_async_shared();
           x.load(x_begin);
           x_begin += G::slices * 128;
-          cp_async_wait<stages - 1>();
-          sync_warp();
+          if constexpr (!G::bulk) {
+            cp_async_wait<stages - 1>();
+            sync_warp();
+          }
+          ring.wait();
           // Fragments are written only when no product reads them any more.  Words that are fragments as they are (bf16) wait
           // before they are loaded; others before they are unpacked, which `hold` keeps behind the wait.
           if constexpr (G::format == Format::bf16) pipe.template wait<0>();
           Rows rows;
-          rows.load(stage_at, 0);
+          rows.load(ring.at, 0);
 #pragma unroll
           for (u32 step = 0; step < 4; ++step) {
             u32(&fragments)[2][4] = a[step % 2];
@@ -154,10 +154,10 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
             pipe.commit();
           }
           x_at = x_after;
-          stage_at = stage_at + G::stage_bytes == ring + G::ring_bytes ? ring : stage_at + G::stage_bytes;
+          ring.next();
         }
         left -= run;
-        if (next.advance(run) && next.tile < G::tiles) w_copier.seek(next.tile, next.number);
+        if (next.advance(run) && next.tile < G::tiles) ring.copier.seek(next.tile, next.number);
         x_walk.advance(run);
       }
       pipe.template wait<0>();

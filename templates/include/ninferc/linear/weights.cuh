@@ -20,6 +20,7 @@ struct WeightCopier {
   static constexpr u32 high_bytes = G::Traits::high_bytes_128, high_pieces = high_bytes / 16;
   static constexpr u64 high_row_bytes = u64(G::chunks) * G::segments * high_bytes;
   static constexpr u32 high_rows = G::mtiles * 16;
+  using U = Units<format>;
   const u8* codes;
   const u8* high;
   const u8* scales;
@@ -55,9 +56,8 @@ struct WeightCopier {
     }
     if constexpr (format == Format::nvfp4) {
       const u32 offset = lane * (4 * G::mtiles), inside = offset % 128;
-      constexpr u32 together = G::mixed ? 32 : 64;  // bytes side by side: of the rows of one kind, for 64 columns
-      const u32 row = weight_row(offset / 128, inside % 64 / together * 8);
-      scales_at = scales + nvfp4_scale_offset(row, begin / 16 + inside / 64 * 4, G::k) + inside % together;
+      const u32 row = weight_row(offset / 128, inside / 64 * 8);  // 32 bytes of eight rows lie side by side, for 64 columns
+      scales_at = scales + nvfp4_scale_offset(row, begin / 16 + inside % 64 / 32 * 4, G::k) + inside % 32;
     } else if constexpr (G::Traits::grouped_int) {
       const u32 row = lane % (G::mtiles * 16);
       scales_at = scales + u64(weight_row(row / 16, row % 16)) * (G::groups * 2) + number * G::scale_row;
@@ -82,24 +82,24 @@ struct WeightCopier {
         if constexpr (!G::whole_rows) row = code_row(m, half);
 #pragma unroll
         for (u32 slab = 0; slab < G::slabs; ++slab)
-          copy_codes(to + (m * G::slabs + slab) * 1024 + half * 512, row + slab * 64, slab);
+          copy_codes(to + ((m * 2 + half) * G::slabs + slab) * 512, row + slab * 64, slab);
       }
     }
     if constexpr (high_bytes != 0) {
       const u32 row = lane / high_pieces % high_rows;
-      const u32 to_high = stage + G::high_offset + row * G::high_pitch + lane % high_pieces * 16;
+      const u32 to_high = stage + G::high_offset + row / 16 * U::high_bytes + U::high_piece(row % 16, lane % high_pieces);
 #pragma unroll
       for (u32 base = 0; base < high_rows; base += 32 / high_pieces) {
         const u8* from = high_at + G::rows_of_mtile(base / 16) * high_row_bytes;
         if (!G::whole_rows && base > 0)
           from = high_at + (i64(weight_row((base + row) / 16, row % 16)) - i64(weight_row(row / 16, row % 16))) *
                                i64(high_row_bytes);
-        cp_async_16(to_high + base * G::high_pitch, from);
+        cp_async_16(to_high + base * high_bytes, from);
       }
     }
     if constexpr (format == Format::nvfp4) {
       const u32 to_scales = stage + G::scale_offset + lane * (4 * G::mtiles);
-      const bool inside = G::whole_k || begin + lane * (4 * G::mtiles) % 128 / 64 * 64 < end;
+      const bool inside = G::whole_k || begin + lane * (4 * G::mtiles) % 64 / 32 * 64 < end;
       if (!inside) {
         if constexpr (G::mtiles == 4) st_shared(to_scales, u32x4{0, 0, 0, 0});
         else if constexpr (G::mtiles == 2) st_shared<u64>(to_scales, 0);
@@ -226,7 +226,7 @@ struct ChunkProduct {
       for (u32 half = 0; half < 2; ++half) {
 #pragma unroll
         for (u32 slab = 0; slab < G::slabs; ++slab) {
-          const u32 at = (m * G::slabs + slab) * 1024 + half * 512;
+          const u32 at = ((m * 2 + half) * G::slabs + slab) * 512;
           if constexpr (G::Traits::grouped_int) {
             const u32x2 g0 = ld_shared<u32x2>(stage + (lane_row + swap) + at);
             const u32x2 g1 = ld_shared<u32x2>(stage + (lane_row + (swap ^ 32)) + at);
@@ -235,15 +235,15 @@ struct ChunkProduct {
             words[half][slab] = ld_shared<u32x4>(stage + lane_id() * 16 + at);
           }
         }
-        const u32 high_at = G::high_offset + (m * 16 + 8 * half) * G::high_pitch;
+        const u32 high_at = G::high_offset + (m * 2 + half) * (Units<format>::high_bytes / 2);
         if constexpr (format == Format::q5g64) {
-          high[half][0] = ld_shared<u16>(stage + (group * G::high_pitch + pair * 2) + high_at);
-          high[half][1] = ld_shared<u16>(stage + (group * G::high_pitch + pair * 2) + high_at + 8);
+          high[half][0] = ld_shared<u16>(stage + (group * 16 + pair * 2) + high_at);
+          high[half][1] = ld_shared<u16>(stage + (group * 16 + pair * 2) + high_at + 8);
         } else if constexpr (format == Format::q6g64) {
-          high[half][0] = ld_shared<u32>(stage + (group * G::high_pitch + pair * 4) + high_at);
-          high[half][1] = ld_shared<u32>(stage + (group * G::high_pitch + pair * 4) + high_at + 16);
+          high[half][0] = ld_shared<u32>(stage + lane_id() * 4 + high_at);
+          high[half][1] = ld_shared<u32>(stage + lane_id() * 4 + high_at + 128);
         }
-        const u32 scale_at = G::scale_offset + m * G::scale_bytes + 8 * half * G::scale_row;
+        const u32 scale_at = G::scale_offset + (m * 2 + half) * (G::scale_bytes / 2);
         if constexpr (format == Format::w8g32) {
           const u32x2 four = ld_shared<u32x2>(stage + group * 8 + scale_at);
           scales[half][0] = four.x;
@@ -251,7 +251,7 @@ struct ChunkProduct {
         } else if constexpr (G::Traits::grouped_int) {
           scales[half][0] = ld_shared<u32>(stage + group * 4 + scale_at);
         } else if constexpr (format == Format::nvfp4) {
-          const u32 lane_scale = group * 4 + pair / 2 * 64 + pair % 2 * 2;
+          const u32 lane_scale = group * 4 + pair / 2 * 32 + pair % 2 * 2;
           unpack_nvfp4_scales(ld_shared<u16>(stage + lane_scale + scale_at), scales[half][0], scales[half][1]);
         }
       }
