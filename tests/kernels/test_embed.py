@@ -27,7 +27,7 @@ def spec_for(format: str, rows: int, width: int, columns: int, target: DeviceCap
     return embed_spec(OP, types, format, target or caps("sm_90a"))
 
 
-@pytest.mark.parametrize("width", [64, 192, 1088, 200])
+@pytest.mark.parametrize("width", [64, 192, 1088, 200, 512])
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_bit_by_bit(kernel_backend: Any, format: str, width: int) -> None:
     """First, last, repeated and middle rows; the gap between rows of x stays untouched."""

@@ -71,7 +71,7 @@ def launch(backend: Any, product: Product, weights: Weights, x: Array, tile: Til
 
 
 def launch_spec(backend: Any, spec: KernelSpec, product: Product, weights: Weights, x: Array, residual: Array | None = None,
-                norm_w: Array | None = None, normed: Array | None = None, pad: int = 0) -> Array:  # fmt: skip
+                norm_w: Array | None = None, normed: Array | None = None, pad: int = 0, as_units: bool = True) -> Array:  # fmt: skip
     def padded(array: Array) -> Array:
         wide = poisoned((array.shape[0], array.shape[1] + pad), "bf16")
         wide[:, : array.shape[1]] = array
@@ -81,7 +81,7 @@ def launch_spec(backend: Any, spec: KernelSpec, product: Product, weights: Weigh
     y = poisoned((product.columns, product.outputs + pad), "f32" if product.epilogue == "store_f32" else "bf16")
     values: dict[str, Any] = {"x": wide_x, "x_stride": wide_x.shape[1], "norm_w": norm_w, "normed": normed, "y": y,
                               "y_stride": y.shape[1], **spec.scalars}  # fmt: skip
-    values |= zip(("w_codes", "w_high", "w_scales", "w_divisor"), weights.pointers(), strict=True)
+    values |= zip(("w_codes", "w_high", "w_scales", "w_divisor"), weights.pointers(as_units), strict=True)
     if residual is not None:
         values["residual"] = padded(residual)
         values["residual_stride"] = values["residual"].shape[1]
@@ -316,6 +316,30 @@ def test_gate_and_up_rows_in_one_matrix_tile(kernel_backend: Any, format: str, o
         assert np.array_equal(plain, launch_spec(kernel_backend, spec, product, weights, x, pad=8)), tile
 
 
+def in_rows(spec: KernelSpec, product: Product, tile: Tile, target: DeviceCaps) -> KernelSpec:
+    """The kernel of a product whose weight's shape allows units, for a weight in rows."""
+    smem = spec.smem - (8 * tile.stages * tile.warps_r * tile.warps_k if target.bulk_copy else 0)
+    return replace(spec, entry=f"{spec.entry}_rows", smem=smem, params={**spec.params, "in_units": False, "smem": smem})
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_bits_do_not_depend_on_how_weights_lie(kernel_backend: Any, format: str) -> None:
+    """In rows and in units, whole and half ones, one and several matrix tiles, bands that do not exist, warps past the end."""
+    rng, n = np.random.default_rng(12), 256 if format == "NVFP4" else 96
+    product = Product(format, n, 1280, 3, 1, "swiglu")
+    weights, x = random_weights(rng, format, n, 1280), activations(rng, 3, 1280)
+    mixed = Tile(1, 3, 2, 2, True, 1, mixed=True)
+    target = kernel_backend.caps(sms=1)
+    assert product.in_units and fits(product, mixed, target)
+    spec = in_rows(spec_of(product, mixed, target), product, mixed, target)
+    rows = launch_spec(kernel_backend, spec, product, weights, x, pad=8, as_units=False)
+    assert_close_to_fp64(rows, reference(product, weights, x), "bf16")
+    for tile in (mixed, Tile(4, 1, 2, 2, True, 1), Tile(1, 4, 1, 3, False, 1), Tile(4, 2, 1, 3, False, 1)):
+        if fits(product, tile, target):
+            found = launch_spec(kernel_backend, spec_of(product, tile, target), product, weights, x, pad=8)
+            assert np.array_equal(rows, found), tile
+
+
 @pytest.mark.parametrize("columns", [1, 3, 8])
 def test_norm_prologue(kernel_backend: Any, columns: int) -> None:
     """The fused norm gives the bits of the stand-alone norm followed by the product."""
@@ -345,6 +369,8 @@ def test_norm_prologue(kernel_backend: Any, columns: int) -> None:
     (Product("FP8_E4M3FN_ROW_BF16S", 48, 2560, 2, 2), Tile(1, 2, 2, 3, True, 0, split=True)),
     (Product("FP8_E4M3FN_ROW_BF16S", 48, 2560, 2, 2), Tile(1, 2, 2, 3, True, 0, split=True, clustered=True)),
     (Product("BF16", 80, 1280, 9, 2), Tile(2, 2, 1, 3, False, 0, split=True, clustered=True)),
+    (Product("NVFP4", 128, 1280, 20), Tile(1, 4, 1, 3, False, 1, warpgroup=True)),
+    (Product("Q6G64_F16S", 160, 2560, 1), Tile(2, 2, 4, 2, True, 1)),
 ])  # fmt: skip
 def test_no_race(product: Product, tile: Tile) -> None:
     """Any order of warps and any landing time of the copies gives the same bits (emulator only)."""
@@ -431,6 +457,7 @@ def test_spec_names_its_kernel_and_arguments() -> None:
     ({"columns": 65}, "sm_90a", "65 columns"),
     ({"k": 250}, "sm_90a", "K = 250 in 1 segments"),
     ({"k": 384, "segments": 2, "format": "Q4G64_F16S"}, "sm_90a", "multiples of 128"),
+    ({"k": 1280, "segments": 4, "format": "BF16"}, "sm_90a", "in units needs multiples of 128"),
     ({"n": 192}, "sm_90a", "outputs in multiples of 128"),
     ({"n": 128, "epilogue": "swiglu"}, "sm_90a", "outputs in multiples of 128"),
     ({"n": 7, "epilogue": "swiglu", "format": "BF16"}, "sm_90a", "7 rows of gate and up"),

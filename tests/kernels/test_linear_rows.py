@@ -82,13 +82,15 @@ def run(backend: Any, spec: KernelSpec, weights: Weights, store: str, rows: int,
         assert ratio < 2.5, f"{spec.entry} rows {count}: L2 error is {ratio:.2f} x that of rounding the output"
 
 
+@pytest.mark.parametrize("k", [640, 768])
 @pytest.mark.parametrize("family", ["wgmma", "mma"])
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_every_format(kernel_backend: Any, fmt: str, family: str) -> None:
-    """Three stages' worth of steps and more, a whole number of tiles in n but not in rows."""
+def test_every_format(kernel_backend: Any, fmt: str, family: str, k: int) -> None:
+    """Three stages' worth of steps and more, a whole number of tiles in n but not in rows; weights in rows and in units."""
     device = target(kernel_backend, family)
-    weights = random_weights(np.random.default_rng(1), fmt, 128, 640)
-    spec = linear_rows(fmt, "bf16", 128, 640, 64, device, pick(fmt, "bf16", device, 64))
+    weights = random_weights(np.random.default_rng(1), fmt, 128, k)
+    spec = linear_rows(fmt, "bf16", 128, k, 64, device, pick(fmt, "bf16", device, 64))
+    assert spec.params["in_units"] == (k == 768)
     run(kernel_backend, spec, weights, "bf16", 64, 50, seed=2)
 
 
@@ -109,9 +111,10 @@ def test_every_store(kernel_backend: Any, fmt: str, store: str, family: str) -> 
 @pytest.mark.parametrize(("fmt", "n", "k", "store"), [
     ("Q4G64_F16S", 176, 200, "swiglu"), ("Q6G64_F16S", 16, 200, "bf16"), ("W8G32_F16S", 144, 136, "residual"),
     ("BF16", 48, 200, "swiglu"), ("FP8_E4M3FN_ROW_BF16S", 80, 208, "f32"), ("NVFP4", 128, 64, "bf16"),
+    ("Q5G64_F16S", 96, 256, "swiglu"), ("W8G32_F16S", 160, 256, "bf16"), ("FP8_E4M3FN_ROW_BF16S", 288, 256, "swiglu"),
 ])  # fmt: skip
 def test_ragged_shapes(kernel_backend: Any, fmt: str, n: int, k: int, store: str, family: str) -> None:
-    """Columns padded to 128 or cut inside a stage, rows cut inside a tile."""
+    """Columns padded to 128 or cut inside a stage, rows cut inside a tile; in units too."""
     device = target(kernel_backend, family)
     weights = random_weights(np.random.default_rng(5), fmt, n, k)
     spec = linear_rows(fmt, store, n, k, 64, device, pick(fmt, store, device, 64))

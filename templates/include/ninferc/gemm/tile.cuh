@@ -82,27 +82,26 @@ class WeightLoader {
   static_assert(S::tile_rows * per_row % threads == 0 && threads % per_row == 0 && row_step % 4 == 0, "an even share each");
   static_assert(threads % 32 == 0 && (S::tile_rows < threads || S::tile_rows % threads == 0), "an even share each");
   // Tile rows 16 apart are a fixed number of weight rows apart, unless rows past the end are clamped.
-  // In units the places of rows whose numbers have no bit in common add up.
   static constexpr bool linear = S::whole && (S::in_units || row_step % 16 == 0);
   static constexpr u32 rows_apart = S::swiglu ? row_step / 2 : row_step;
   using U = Units<S::format>;
   static constexpr u32 chunks = S::k / 128;
+  // In units the places of rows whose numbers have no bit in common add up; no thread's rows differ in those that swap.
+  static NINFERC_DEVICE u64 apart(u32 row) { return row_at(row) + U::code_piece(U::in_band(row), 0); }
 
   const Operands* o_;
   const u8* codes_;
   u32 first_, thread_, chunk_, row_;
 
   NINFERC_DEVICE u32 weight_row(u32 i) const { return S::weight_row(first_, i); }
-  // Where the codes of a weight row begin; in units: its place in its first unit.
+  // Where a weight row has the thread's piece of step `s`.
   static NINFERC_DEVICE u64 row_at(u32 row) {
-    if constexpr (S::in_units) return U::first(row, chunks) * U::code_bytes + U::code_piece(U::in_band(row), 0);
+    if constexpr (S::in_units) return U::first(row, chunks) * U::code_bytes;
     else return u64(row) * row_bytes;
   }
-  // From there to the thread's piece of step `s`.
-  NINFERC_DEVICE i32 step_at(u32 s) const {
-    if constexpr (!S::in_units) return i32(s * T::code_bytes + chunk_ * 16);
-    const u32 r = U::in_band(weight_row(row_));
-    return i32(s / 2 * U::code_bytes + U::code_piece(r, s % 2 * per_row + chunk_) - U::code_piece(r, 0));
+  NINFERC_DEVICE u32 step_at(u32 row, u32 s) const {
+    if constexpr (S::in_units) return s / 2 * U::code_bytes + U::code_piece(U::in_band(row), s % 2 * per_row + chunk_);
+    else return s * T::code_bytes + chunk_ * 16;
   }
 
  public:
@@ -112,16 +111,17 @@ class WeightLoader {
   }
   // Issues the copies of step `s` into the stage at shared address `stage`.
   NINFERC_DEVICE void load(u32 s, u32 stage) const {
-    const u8* from = codes_ + step_at(s);
+    const u8* from = codes_ + step_at(weight_row(row_), s);
     const bool inside = T::padded(S::k) % 64 == 0 || s * T::code_bytes + chunk_ * 16 < row_bytes;
     if (T::padded(S::k) % 64 != 0 && !inside) from = codes_;
 #pragma unroll
     for (u32 i = 0; i < pieces; ++i) {
       const u32 row = row_ + i * row_step;
       const u32 to = stage + S::codes_at + row * T::code_bytes + S::code_chunk(row, chunk_) * 16;
-      const u8* piece = S::in_units && linear ? from + row_at(S::weight_row(0, i * row_step))
-                        : linear ? from + u64(i * rows_apart) * row_bytes
-                                 : from + i64(row_at(weight_row(row)) - row_at(weight_row(row_)));
+      const u8* piece;
+      if constexpr (!linear) piece = inside ? o_->codes + row_at(weight_row(row)) + step_at(weight_row(row), s) : codes_;
+      else if constexpr (!S::in_units) piece = from + u64(i * rows_apart) * row_bytes;
+      else piece = from + apart(S::weight_row(0, i * row_step));
       if constexpr (T::padded(S::k) % 64 == 0) cp_async_16(to, piece);
       else cp_async_16_zfill(to, piece, inside);
     }

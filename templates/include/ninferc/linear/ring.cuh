@@ -34,7 +34,7 @@ struct UnitCopier {
 
   NINFERC_DEVICE void copy(u32 stage, [[maybe_unused]] u32 landed) const {
 #if NINFERC_HAS_BULK_COPY
-    if (lane_id() != 0) return;
+    if (!elect_one()) return;  // the compiler knows that one lane is left, and needs no loop around a copy
     mbarrier_arrive_expect(landed, G::stage_bytes);
 #endif
 #pragma unroll
