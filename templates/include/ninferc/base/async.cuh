@@ -134,7 +134,7 @@ NINFERC_DEVICE void bulk_copy(SharedAddress destination, const void* source, u32
 #if defined(NINFERC_EMULATOR)
   ninferc_emulator_bulk_copy(destination.value, source, bytes, barrier.value);
 #else
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(destination.value), "l"(source), "r"(bytes), "r"(barrier.value) : "memory");
 #endif
 }
@@ -145,7 +145,7 @@ NINFERC_DEVICE void bulk_copy_stream(SharedAddress destination, const void* sour
 #else
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                :: "r"(destination.value), "l"(source), "r"(bytes), "r"(barrier.value), "l"(policy) : "memory");
 #endif
 }

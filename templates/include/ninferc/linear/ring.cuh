@@ -13,24 +13,28 @@ namespace ninferc {
 template <class G>
 struct UnitCopier {
   using U = Units<G::format>;
-  static constexpr u32 chunks = G::k / 128, bands = G::outputs / 16, up = bands * chunks;  // units from gate to up rows
+  // A matrix tile is made of parts that are units or half units; what follows counts parts.
+  static constexpr u32 halves = G::mixed ? 2 : 1, chunks = G::k / 128, bands = G::outputs / 16;
+  static constexpr u32 of_chunk = halves, of_band = halves * chunks, up = bands * of_band;  // up: from gate to up rows
   const u8* codes;
   const u8* high;
   const u8* scales;
-  u32 side;                // 1 where the warp takes the up tile of a pair
-  u32 band, unit, half;    // matrix tile 0 of the chunk to copy next; mixed: which half of the unit
+  u32 side;        // 1 where the warp takes the up tile of a pair
+  u32 band, part;  // matrix tile 0 of the chunk to copy next
 
   NINFERC_DEVICE UnitCopier(const u8* codes_, const u8* high_, const u8* scales_, u32 side_)
-      : codes(codes_), high(high_), scales(scales_), side(side_) {}
+      : codes(codes_ + lane_at(U::code_bytes / halves)), high(high_), scales(scales_), side(side_) {
+    if constexpr (U::high_bytes != 0) high += lane_at(U::high_bytes / halves);
+    if constexpr (U::scale_bytes != 0) scales += lane_at(U::scale_bytes / halves);
+  }
 
   // Chunk `number` (counted over all segments) of tile `tile` is next.
   NINFERC_DEVICE void seek(u32 tile, u32 number) {
     band = G::mixed ? tile / 2 : tile * G::subtiles;
-    half = tile % 2;
-    unit = band * chunks + number + side * up;
+    part = band * of_band + number * of_chunk + tile % halves + side * up;
   }
   // The slice's next chunk is next.
-  NINFERC_DEVICE void step() { unit += G::slices; }
+  NINFERC_DEVICE void step() { part += G::slices * of_chunk; }
 
   NINFERC_DEVICE void copy(u32 stage, [[maybe_unused]] u32 landed) const {
 #if NINFERC_HAS_BULK_COPY
@@ -39,7 +43,7 @@ struct UnitCopier {
 #endif
 #pragma unroll
     for (u32 m = 0; m < G::mtiles; ++m) {
-      const u32 from = unit_of(m);
+      const u32 from = part_of(m);
       plane<U::code_bytes>(stage + m * U::code_bytes, codes, from, landed);
       if constexpr (U::high_bytes != 0) plane<U::high_bytes>(stage + G::high_offset + m * U::high_bytes, high, from, landed);
       if constexpr (U::scale_bytes != 0)
@@ -48,32 +52,32 @@ struct UnitCopier {
   }
 
  private:
-  NINFERC_DEVICE u32 unit_of(u32 m) const {
+  NINFERC_DEVICE u32 part_of(u32 m) const {
     const u32 group = G::swiglu ? m / 2 : m;
     u32 further = group;  // bands past the end repeat the last one; nobody stores their rows
     if constexpr (!G::whole_rows) further = band + group < bands ? group : bands - 1 - band;
-    return unit + further * chunks + (G::swiglu ? m % 2 : 0) * up;
+    return part + further * of_band + (G::swiglu ? m % 2 : 0) * up;
   }
-  // A matrix tile's part of one plane, whose units have `bytes`.
+  // A matrix tile's parts of one plane, whose units have `bytes`.
   template <u32 bytes>
-  static constexpr u32 part = G::mixed ? bytes / 2 : bytes;
-  template <u32 bytes>
-  NINFERC_DEVICE void plane(u32 to, const u8* from, u32 number, u32 landed) const {
-    const u8* const first = from + u64(number) * bytes + (G::mixed ? half * part<bytes> : 0);
-    piece<part<bytes>>(to, first, landed);
-    if constexpr (G::mixed) piece<part<bytes>>(to + part<bytes>, first + u64(up) * bytes, landed);
+  NINFERC_DEVICE void plane(u32 to, const u8* from, u32 first, u32 landed) const {
+#pragma unroll
+    for (u32 i = 0; i < halves; ++i)
+      copy_part<bytes / halves>(to + i * (bytes / halves), from + u64(first + i * up) * (bytes / halves), landed);
   }
+
+  // What a lane of its own copies of `bytes` that lie together: every 512 bytes 16 of them.  Where there are fewer, several
+  // lanes copy the same: no copy is conditional.
+  static NINFERC_DEVICE u32 lane_at(u32 bytes) { return NINFERC_HAS_BULK_COPY ? 0 : lane_id() * 16 % (bytes < 512 ? bytes : 512); }
   template <u32 bytes>
-  static NINFERC_DEVICE void piece(u32 to, const u8* from, [[maybe_unused]] u32 landed) {
+  static NINFERC_DEVICE void copy_part(u32 to, const u8* from, [[maybe_unused]] u32 landed) {
+    static_assert(bytes % 512 == 0 || 512 % bytes == 0, "an even share for each lane");
 #if NINFERC_HAS_BULK_COPY
     bulk_copy(to, from, bytes, landed);
 #else
-    // Where there are fewer pieces than lanes, several lanes copy the same one: no copy is conditional.
+    to += lane_at(bytes);
 #pragma unroll
-    for (u32 base = 0; base < bytes; base += 512) {
-      const u32 at = base + lane_id() * 16 % (bytes - base < 512 ? bytes - base : 512);
-      cp_async_16(to + at, from + at);
-    }
+    for (u32 at = 0; at < bytes; at += 512) cp_async_16(to + at, from + at);
 #endif
   }
 };
