@@ -12,7 +12,7 @@ from compiler.ir.types import IRError, Kind, Value
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 
 FORMAT = "NVFP4"
-THREADS = 256
+THREADS, UNITS_THREADS = 256, 1024  # arrange_threads, units_threads in arrange.cuh
 # Formats of products: artifact name -> (name in kernels, bytes of 128 columns of a row in the code plane)
 UNIT_FORMATS = {
     "BF16": ("bf16", 256),
@@ -56,7 +56,7 @@ def units_spec(format: str, caps: DeviceCaps) -> KernelSpec:
     """Arguments: the planes (in place), scratch, rows, chunks of 128 columns. Its grid is the largest one: what is launched
     must not have more blocks than scratch has places (UnitWeight.blocks)."""
     return KernelSpec(units_entry(format, caps.arch), "arrange_units.cu.j2", {"format": UNIT_FORMATS[format][0]},
-                      (8 * caps.sms, 1, 1), THREADS, 0, ("w_codes", "w_high", "w_scales", "scratch", "rows", "chunks"),
+                      (2 * caps.sms, 1, 1), UNITS_THREADS, 0, ("w_codes", "w_high", "w_scales", "scratch", "rows", "chunks"),
                       waits_first=True, reason="once after loading: weights in units of 16 rows x 128 columns")  # fmt: skip
 
 

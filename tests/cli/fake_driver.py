@@ -68,6 +68,7 @@ class FakeDriver:
             "cuGraphAddDependencies": lambda *args: (),
             "cuGraphInstantiate": lambda *args: (driver.CUgraphExec(1),),
             "cuGraphLaunch": lambda *args: (),
+            "cuLaunchKernelEx": lambda *args: (),
             "cuGraphExecDestroy": lambda graph: (),
             "cuGraphDestroy": lambda graph: (),
         }

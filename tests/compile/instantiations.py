@@ -17,7 +17,7 @@ from compiler.emit.arch import caps
 from compiler.emit.cache import Job, compile_all
 from compiler.emit.nvrtc import Cubin
 from compiler.emit.render import render
-from compiler.kernels.arrange import arrange_spec
+from compiler.kernels.arrange import UNIT_FORMATS, arrange_spec, units_spec
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from runtime.bench.device_fill import ToolKernels
 from tests.models import EXAMPLE
@@ -73,7 +73,8 @@ def tool_kernels(arch: str) -> tuple[Kernel, ...]:
     bulk = {"read_bulk": "read_bulk.cu.j2"} if caps(arch).bulk_copy else {}
     entries = {**ToolKernels.ENTRIES, **bulk, "exchange_delay": "exchange_delay.cu.j2"}
     specs = [KernelSpec(entry, template, {}, (1, 1, 1), 32, 0, ()) for entry, template in entries.items()]
-    return tuple(Kernel(spec, False) for spec in (*specs, arrange_spec(caps(arch))))
+    specs += [arrange_spec(caps(arch)), *(units_spec(format, caps(arch)) for format in UNIT_FORMATS)]
+    return tuple(Kernel(spec, False) for spec in specs)
 
 
 def compiled(found: tuple[Kernel, ...], arch: str, folder: Path) -> dict[str, Cubin]:

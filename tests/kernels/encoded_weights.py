@@ -33,7 +33,8 @@ def arranged(codes: Array) -> Array:
 
 
 def units(format: str, plane: str, stored: Array, n: int, k: int) -> Array:
-    """A plane of [n, k], bytes as stored, in units (templates/include/ninferc/codec/units.cuh). ``plane``: as kernels call it."""
+    """A plane of [n, k], bytes as stored, in units (templates/include/ninferc/codec/units.cuh); ``plane`` is its name in
+    kernels."""
     rows, chunks = np.arange(n).reshape(-1, 16), k // 128
     if format == "NVFP4":  # a band: four rows of each quarter of 128, one row of each quarter after the other
         rows = np.arange(n).reshape(n // 128, 4, 8, 4).transpose(0, 2, 3, 1).reshape(-1, 16)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
+from artifacts.layouts import layout_of
 from compiler.driver import CompileOptions, compile_program
 from compiler.emit.arch import caps
 from compiler.emit.render import render
-from artifacts.layouts import layout_of
 from compiler.ir.op import Op
 from compiler.ir.types import IRError, Kind, Ref, TensorType, Value, WeightSource
 from compiler.kernels.arrange import (
@@ -30,6 +31,9 @@ from compiler.kernels.arrange import (
     units_spec,
 )
 from compiler.kernels.linear_columns import FORMATS
+from compiler.program.model import Arg
+from runtime.cuda import backend
+from tests.cli.fake_driver import FakeDriver
 from tests.compile import instantiations
 from tests.kernels.encoded_weights import _PLANES, DEVICE_BITS, arranged, units
 
@@ -142,3 +146,33 @@ def test_kernels_and_arrangement_agree(name: str, tp: int) -> None:
     assert {units_entry(w.format, "sm_90a") for w in found.values()} == {e for e in program.kernels if "arrange_units" in e}
     if name != instantiations.TINY:
         assert found.keys() == seen
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_loading_arranges_every_weight_once(monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
+    """The launches of a backend: the planes of each weight in units, no more blocks than scratch memory has places."""
+    FakeDriver(count=tp).install(monkeypatch)
+    launched: list[tuple[str, int, dict[str, Arg]]] = []
+    monkeypatch.setattr(backend, "PackedArgs", lambda args, address: args)
+    monkeypatch.setattr(backend, "launch_kernel", lambda kernel, stream, grid, block, smem, args, what: launched.append(
+        (what, grid[0], {arg.name: arg for arg in args})))  # fmt: skip
+    for name in ("GraphPhase", "Exchange", "choose", "upload", "check_pointers"):
+        monkeypatch.setattr(backend, name, MagicMock())
+    artifact = instantiations.artifact(instantiations.TINY)
+    program = compile_program(artifact, caps("sm_90a"), CompileOptions(max_context=512, tp=tp), images=False)
+    loaded = backend.CudaBackend(program, MagicMock(), list(range(tp)))
+    wanted = unit_weights(program.values, (op for phase in program.phases.values() for op in phase.ops()))
+    assert {weight.value.rank for weight in wanted} == set(range(tp))
+    expected = []
+    for found in wanted:
+        at = loaded.address(program.placements[found.value.name])
+        planes = [at + found.planes[name] if name in found.planes else None for name in ("w_codes", "w_high", "w_scales")]
+        expected.append((f"kernel {units_entry(found.format, 'sm_90a')}", planes, found.rows, found.chunks))
+    seen = []
+    for what, blocks, args in launched:
+        planes = [args[name].offset if args[name].kind == "pointer" else None for name in ("w_codes", "w_high", "w_scales")]
+        rows, chunks = int(args["rows"].number), int(args["chunks"].number)
+        seen.append((what, planes, rows, chunks))
+        bytes_of_block = {w.block_bytes for w in wanted if (w.rows, w.chunks) == (rows, chunks)}
+        assert 1 <= blocks <= SCRATCH // max(bytes_of_block) and args["scratch"].kind == "pointer"
+    assert sorted(map(str, seen)) == sorted(map(str, expected))

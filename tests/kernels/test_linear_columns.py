@@ -71,7 +71,8 @@ def launch(backend: Any, product: Product, weights: Weights, x: Array, tile: Til
 
 
 def launch_spec(backend: Any, spec: KernelSpec, product: Product, weights: Weights, x: Array, residual: Array | None = None,
-                norm_w: Array | None = None, normed: Array | None = None, pad: int = 0, as_units: bool = True) -> Array:  # fmt: skip
+                norm_w: Array | None = None, normed: Array | None = None, pad: int = 0,
+                as_units: bool = True) -> Array:  # fmt: skip
     def padded(array: Array) -> Array:
         wide = poisoned((array.shape[0], array.shape[1] + pad), "bf16")
         wide[:, : array.shape[1]] = array

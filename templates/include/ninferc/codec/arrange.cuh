@@ -15,7 +15,7 @@
 
 namespace ninferc {
 
-constexpr u32 arrange_threads = 256;
+constexpr u32 arrange_threads = 256, units_threads = 1024;
 
 // A word of the artifact (column i in bits 4 i .. 4 i + 3) in device order.
 NINFERC_DEVICE u32 arrange_nvfp4(u32 codes) {
@@ -43,10 +43,10 @@ NINFERC_DEVICE void arrange_nvfp4(u32x4* words, u32 pieces) {
 // byte to(i).
 template <class T, class To>
 NINFERC_DEVICE void permute(u8* plane, u8* scratch, u32 bytes, To&& to) {
-  for (u32 i = threadIdx.x * 16; i < bytes; i += arrange_threads * 16)
+  for (u32 i = threadIdx.x * 16; i < bytes; i += units_threads * 16)
     st_global(scratch + i, ld_global<u32x4>(plane + i));
   sync_block();
-  for (u32 i = threadIdx.x; i < bytes / sizeof(T); i += arrange_threads)
+  for (u32 i = threadIdx.x; i < bytes / sizeof(T); i += units_threads)
     st_global(plane + to(i), ld_global<T>(scratch + i * sizeof(T)));
   sync_block();
 }

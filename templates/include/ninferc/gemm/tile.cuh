@@ -2,7 +2,8 @@
 //
 // A block computes `tile_rows` weight rows x `tile_tokens` tokens and walks K in stages of 64 columns: a tile of x, tokens
 // by 128 bytes, in the 128-byte swizzle (chunk c of token t at c ^ (t % 8)), and the same columns of the weight planes,
-// rows one after another (whether they lie so in memory or in units) with the 16-byte code chunks swizzled so that eight rows never meet in a bank.
+// rows one after another (in memory they may lie in units) with the 16-byte code chunks swizzled so that eight rows never
+// meet in a bank.
 #pragma once
 #include <ninferc/base/async.cuh>
 #include <ninferc/base/grid.cuh>
@@ -81,12 +82,13 @@ class WeightLoader {
   static constexpr bool small_rows = T::scale_bytes != 0 || T::high_bytes != 0;
   static_assert(S::tile_rows * per_row % threads == 0 && threads % per_row == 0 && row_step % 4 == 0, "an even share each");
   static_assert(threads % 32 == 0 && (S::tile_rows < threads || S::tile_rows % threads == 0), "an even share each");
-  // Tile rows 16 apart are a fixed number of weight rows apart, unless rows past the end are clamped.
+  // Tile rows 16 apart are a fixed number of weight rows apart, unless rows past the end are clamped.  In units all tile rows
+  // of a thread lie a fixed way apart: places of rows whose numbers have no bit in common add up, and none of a thread's rows
+  // differ in the bit that swaps halves.
   static constexpr bool linear = S::whole && (S::in_units || row_step % 16 == 0);
   static constexpr u32 rows_apart = S::swiglu ? row_step / 2 : row_step;
   using U = Units<S::format>;
   static constexpr u32 chunks = S::k / 128;
-  // In units the places of rows whose numbers have no bit in common add up; no thread's rows differ in those that swap.
   static NINFERC_DEVICE u64 apart(u32 row) { return row_at(row) + U::code_piece(U::in_band(row), 0); }
 
   const Operands* o_;
@@ -94,7 +96,7 @@ class WeightLoader {
   u32 first_, thread_, chunk_, row_;
 
   NINFERC_DEVICE u32 weight_row(u32 i) const { return S::weight_row(first_, i); }
-  // Where a weight row has the thread's piece of step `s`.
+  // Where a weight row's codes begin (its first unit), and from there the thread's piece of step `s`.
   static NINFERC_DEVICE u64 row_at(u32 row) {
     if constexpr (S::in_units) return U::first(row, chunks) * U::code_bytes;
     else return u64(row) * row_bytes;
