@@ -54,11 +54,13 @@ struct Dealing {
     segment = G::split ? blockIdx.x / G::column_blocks % G::segments : 0;
     first_chunk = segment * G::chunks;
   }
-  // Narrows the arguments to the block's columns.
+  // Narrows the arguments to the block's columns. Of the last blocks there may be none: they read the first and store nothing.
   NINFERC_DEVICE Activations columns(LinearArguments& args) const {
     if constexpr (G::column_blocks > 1) {
       args.first_column = blockIdx.x % G::column_blocks * G::bucket;
-      args.columns = args.columns - args.first_column < G::bucket ? args.columns - args.first_column : G::bucket;
+      const u32 left = args.columns > args.first_column ? args.columns - args.first_column : 0;
+      args.columns = left < G::bucket ? left : G::bucket;
+      if (left == 0) return {args.x, args.x_stride, 1, 0};
     }
     return {args.x, args.x_stride, args.columns, args.first_column};
   }
@@ -183,7 +185,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   if constexpr (G::epilogue == Epilogue::push_f32) args.push.open();
   Meeting<G>::meet();
 
-  const u32 x_lane = lane_id() / 4 % G::bucket * G::x_pitch + lane_id() % 4 * 16;  // column and piece of this lane
+  const u32 x_lane = ChunkProduct<G>::lane_offset();
   Team<G> sums{base + G::sums_base, team, member};
   // Stage being multiplied and stage being filled, which is the one before: weights, activations.
   u32 stage_at = ring, fill_at = ring + (stages - 1) * G::stage_bytes;
@@ -202,7 +204,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
       ChunkProduct<G> product;
       product.clear();
       const ChunkWalk<G> here(0, slice, 0, 0);
-      u32 x_chunk = base + G::x_base + here.number * 256 + x_lane;
+      u32 x_chunk = base + G::x_base + here.number * G::x_chunk_bytes + x_lane;
       if constexpr (G::resident) {
 #pragma unroll 1
         for (u32 left = here.left; left != 0;) {
@@ -218,7 +220,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
             w_copier.step();
             fill_at = stage_at;
             product.add(stage_at, x_chunk);
-            x_chunk += G::slices * 256;
+            x_chunk += G::slices * G::x_chunk_bytes;
             stage_at = stage_at + G::stage_bytes == ring + G::ring_bytes ? ring : stage_at + G::stage_bytes;
           }
           left -= run;
@@ -245,6 +247,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
           stage_at = stage_at + G::stage_bytes == ring + G::ring_bytes ? ring : stage_at + G::stage_bytes;
         }
       }
+      product.settle();
       sums.add(total, epilogue, product, slice, slice - warp_k, tile < G::tiles);
     }
     sums.finish(total, epilogue, tile < G::tiles);
