@@ -228,7 +228,8 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
     warps, all_slices = tile.warps_r * tile.warps_k, block_segments(product, tile) * product.slices
     if all_slices % tile.warps_k or warps > 32 or tile.warps_r % pair_of(product, tile):
         return False
-    if teams_of(product, tile) + tile.warps_k > 15:  # named barriers
+    meets = tile.warps_k * pair_of(product, tile) > 1 or not tile.resident  # at named barriers
+    if meets and teams_of(product, tile) + tile.warps_k > 15:
         return False
     if tile.stages < (2 if tile.resident else 3) or (product.norm and not tile.resident):
         return False
@@ -271,8 +272,8 @@ def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
     for split, clustered in meetings:
         all_slices = product.slices * (1 if split else product.segments)
         spread = [k for k in range(all_slices, 0, -1) if all_slices % k == 0]
-        for warps_r, warps_k, stages, blocks in itertools.product(range(1, 21), spread, (2, 3, 4, 6), (0, 1, 2, 3)):
-            if warps_r * warps_k > 24 or (few and warps_r > (6 if warps_k > 1 else 12)):
+        for warps_r, warps_k, stages, blocks in itertools.product(range(1, 21), spread, (2, 3, 4, 6, 8, 12), (0, 1, 2, 3)):
+            if warps_r * warps_k > 24 or (stages > 6 and warps_k > 2) or (few and warps_r > (6 if warps_k > 2 else 20)):
                 continue
             for mtiles, mixed in sizes:
                 for resident in (True, False) if product.bucket <= 16 else (False,):
@@ -318,6 +319,12 @@ def candidates(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
     for tile in tiles:
         if tile == tiles[0] or 8 <= tile.warps_r * tile.warps_k * max(1, tile.blocks_per_sm) <= 32:
             yield tile
+
+
+def one_round(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
+    """Whether every team has at most one tile, so that slices meet once and no block begins another tile."""
+    blocks = caps.sms * max(1, tile.blocks_per_sm) // sharers_of(product, tile)
+    return tiles_of(product, tile) <= teams_of(product, tile) * blocks
 
 
 @cache
