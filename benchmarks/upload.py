@@ -1,26 +1,27 @@
-"""Speed of bringing weights to one device: what the threads, the size of a copy, the buffers and the calls change.
+"""Speed of bringing weights to one device: what the kind of buffers, the size of a copy and the number of threads change.
 
     python -m benchmarks.upload FILE.ninfer [--device 0] [-r 3] [-o FILE.json]
 
 All tensors of the artifact go to one device by ``runtime.cuda.upload``, with nothing of a program around it, page-locking
 included. The file is read once before, so that it lies in the page cache. Rows say where the threads' time went
 (``runtime.cuda.upload.UploadTimes``), what page-locking alone costs, and the link's own rate; samples of every tensor are read
-back. The last rows register the file's mapping instead of copying from it. One JSON row a line; what cannot be done is a row
-with ``error``.
+back. One JSON row a line; what cannot be done is a row with ``error``.
+
+``h200-upload.json`` is of commit 2b40aa3, which had more cases: the driver was called through ctypes, without Python's lock
+(``released``, as here) or with it (``held``), threads had one to four buffers, and the file's mapping was registered.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,39 +32,32 @@ from runtime.bench.environment import describe
 from runtime.bench.load import pinned_rate, warm
 from runtime.cuda.device import Device, PinnedBuffer, RegisteredBuffer
 from runtime.cuda.driver import api, call
-from runtime.cuda.upload import DEFAULT, UploadTimes, Way, thread_count, upload
+from runtime.cuda.upload import BUFFERS, MAX_THREADS, PIECE, UploadTimes, upload
 from runtime.open import ArtifactWeights
 from runtime.vm.weights import WeightStore
 
 MIB = 1 << 20
 SAMPLE = 4096  # bytes read back at both ends of a tensor
 LOCKED = ((8 * MIB, 1), (64 * MIB, 1), (8 * MIB, 16))  # bytes of a buffer, threads that take one each
-STRETCH, STRETCHED = 64 * MIB, 2048 * MIB  # of the file's mapping, registered at a time and in all
 
-WAYS = (
-    Way(16, 8 * MIB, 2),
-    Way(16, 8 * MIB, 2, held=True),
-    Way(16, 8 * MIB, 2, registered=True),
-    Way(16, 8 * MIB, 2, registered=True, held=True),
-    Way(16, 4 * MIB, 2),
-    Way(16, 4 * MIB, 2, held=True),
-    Way(16, 4 * MIB, 2, registered=True),
-    Way(16, 4 * MIB, 2, registered=True, held=True),
-    Way(16, 2 * MIB, 2, held=True),
-    Way(16, 2 * MIB, 2, registered=True, held=True),
-    Way(16, 1 * MIB, 2, registered=True, held=True),
-    Way(16, 4 * MIB, 1, held=True),
-    Way(16, 4 * MIB, 1, registered=True, held=True),
-    Way(16, 4 * MIB, 3, registered=True, held=True),
-    Way(16, 2 * MIB, 4, registered=True, held=True),
-    Way(8, 4 * MIB, 2, registered=True, held=True),
-    Way(12, 4 * MIB, 2, registered=True, held=True),
-    Way(14, 4 * MIB, 2, registered=True, held=True),
-    Way(8, 2 * MIB, 2, registered=True, held=True),
-    Way(12, 2 * MIB, 2, registered=True, held=True),
-    Way(12, 8 * MIB, 2, registered=True, held=True),
-    Way(16, 8 * MIB, 2),
-)  # the first again at the end: how far the machine drifts
+
+class Case(NamedTuple):
+    """Threads; bytes of a copy; whether buffers are registered pages, or the driver's."""
+
+    threads: int = MAX_THREADS
+    piece: int = PIECE
+    registered: bool = True
+
+    def __str__(self) -> str:
+        kind = "registered" if self.registered else "allocated"
+        return f"{self.threads} threads x {BUFFERS} x {self.piece >> 10} KiB, {kind}"
+
+
+CASES = (
+    *(Case(piece=size * MIB, registered=kind) for kind in (True, False) for size in (4, 2, 8)),
+    *(Case(threads=count) for count in (1, 4, 8, 12)),
+    Case(),
+)  # the first is what the runtime does; again at the end: how far the machine drifts
 
 
 def weights(artifact: artifacts.Artifact) -> list[Value]:
@@ -96,7 +90,7 @@ def compare(device: Device, artifact: artifacts.Artifact, placed: list[tuple[Val
                 raise ValueError(f"{value.name}: bytes from {begin} are not those of the file")
 
 
-def case(path: Path, device: Device, address: int, repeats: int, way: Way) -> dict[str, Any]:
+def measure(path: Path, device: Device, address: int, repeats: int, case: Case) -> dict[str, Any]:
     """Loads of the artifact at ``path`` to ``address``: bytes/s, and the parts of the median one."""
     runs: list[tuple[float, UploadTimes]] = []
     for _ in range(repeats):
@@ -107,7 +101,7 @@ def case(path: Path, device: Device, address: int, repeats: int, way: Way) -> di
             call(api().cuMemsetD8Async(address, 0, size, device.stream), "clear")
             device.synchronize()
             began = time.perf_counter()
-            times = upload(placed, WeightStore(ArtifactWeights(artifact)), [device], lambda count: None, way=way)
+            times = upload(placed, WeightStore(ArtifactWeights(artifact)), [device], lambda count: None, *case)
             runs.append((time.perf_counter() - began, times))
             compare(device, artifact, placed)
     runs.sort(key=lambda run: run[0])
@@ -141,49 +135,6 @@ def page_lock(device: Device, kind: type[PinnedBuffer] | type[RegisteredBuffer],
             "free_ms": statistics.median(freed)}  # fmt: skip
 
 
-def mapping(path: Path, device: Device, address: int, threads: int) -> dict[str, Any]:
-    """Copies from the file's own pages, registered stretch by stretch. Not a way for the runtime unless far ahead: the open
-    driver marks every page that it gives back as written to (os_unlock_user_pages), so the system writes the file again."""
-    driver = api()
-    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
-    if not call(driver.cuDeviceGetAttribute(attribute, device.handle), "device attribute"):
-        raise ValueError("the device registers no read-only memory (READ_ONLY_HOST_REGISTER_SUPPORTED is 0)")
-    size = min(path.stat().st_size // STRETCH * STRETCH, STRETCHED)
-    if not size:
-        raise ValueError(f"the file has less than {STRETCH} bytes")
-    with path.open("rb") as file:
-        pages = np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), np.uint8)
-    flags = driver.CU_MEMHOSTREGISTER_READ_ONLY | driver.CU_MEMHOSTREGISTER_PORTABLE
-
-    def copy(begin: int) -> float:
-        device.activate()
-        source, start = int(pages.ctypes.data) + begin, time.perf_counter()
-        call(driver.cuMemHostRegister(source, STRETCH, flags), "register the mapping")
-        registered = time.perf_counter() - start
-        try:
-            stream = call(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value), "stream")
-            try:
-                call(driver.cuMemcpyHtoDAsync(address + begin, source, STRETCH, stream), "copy to the device")
-                call(driver.cuStreamSynchronize(stream), "copy to the device")
-            finally:
-                driver.cuStreamDestroy(stream)
-        finally:
-            driver.cuMemHostUnregister(source)
-        return registered
-
-    began = time.perf_counter()
-    with ThreadPoolExecutor(threads) as pool:
-        parts = list(pool.map(copy, range(0, size, STRETCH)))
-    seconds = time.perf_counter() - began
-    return {"metric": "upload", "value": size / seconds / 1e9, "unit": "GB/s", "seconds": seconds, "bytes": size,
-            "register_ms": statistics.median(parts) * 1e3}  # fmt: skip
-
-
-def name_of(way: Way) -> str:
-    locked, calls = "registered" if way.registered else "allocated", "held" if way.held else "released"
-    return f"{way.threads} threads x {way.buffers} x {way.piece >> 10} KiB, {locked}, lock {calls}"
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
@@ -193,11 +144,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
 
-    def add(case: str, measure: Callable[[], dict[str, Any]]) -> None:
+    def add(name: str, row: Callable[[], dict[str, Any]]) -> None:
         try:
-            rows.append({"case": case, **measure()})
+            rows.append({"case": name, **row()})
         except Exception as error:  # the other rows are wanted all the same
-            rows.append({"case": case, "error": f"{type(error).__name__}: {error}"})
+            rows.append({"case": name, "error": f"{type(error).__name__}: {error}"})
         print(json.dumps(rows[-1]), flush=True)
 
     with artifacts.open(args.file) as artifact:
@@ -209,9 +160,8 @@ def main(argv: list[str] | None = None) -> int:
         huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
         record = describe([device]) | {"command": ["python", "-m", "benchmarks.upload", *(argv or sys.argv[1:])],
                                        "bytes": size, "page_cache": f"{warmed} bytes read once before",
-                                       "huge_pages": huge.read_text().strip() if huge.is_file() else "unknown",
-                                       "default": vars(DEFAULT), "threads": thread_count()}  # fmt: skip
-        address = device.allocate(max(size, STRETCHED), "weights")
+                                       "huge_pages": huge.read_text().strip() if huge.is_file() else "unknown"}  # fmt: skip
+        address = device.allocate(size, "weights")
         device.synchronize()
         add("pinned copy", lambda: {"metric": "rate", "value": pinned_rate([device]) / 1e9, "unit": "GB/s"})
         for nbytes, threads in LOCKED:
@@ -219,11 +169,8 @@ def main(argv: list[str] | None = None) -> int:
                 add(f"{name} {threads} x {nbytes // MIB} MiB",
                     lambda kind=kind, nbytes=nbytes, threads=threads:  # type: ignore[misc]
                     page_lock(device, kind, nbytes, threads, args.repeats))  # fmt: skip
-        for way in WAYS:
-            add(name_of(way), lambda way=way: case(args.file, device, address, args.repeats, way))  # type: ignore[misc]
-        for threads in (1, 8):
-            add(f"mapping registered, {threads} threads",
-                lambda threads=threads: mapping(args.file, device, address, threads))  # type: ignore[misc]  # fmt: skip
+        for case in CASES:
+            add(str(case), lambda case=case: measure(args.file, device, address, args.repeats, case))  # type: ignore[misc]
     finally:
         device.close()
     if args.output:

@@ -172,8 +172,8 @@ HUGE_PAGE = 2 << 20  # of x86-64, and of 64-bit Arm with 4 KiB pages; only a mat
 
 class RegisteredBuffer:
     """Page-locked memory for copies to any device, undefined at first: the process's own pages, huge ones where the system
-    has them, given to the driver. Unlike ``PinnedBuffer`` the pages are made here, beside other threads, and copies into
-    them miss the TLB less often. Raises DeviceError, also where memory cannot be registered (``CU_MEMHOSTREGISTER_*``).
+    has them, given to the driver. Unlike ``PinnedBuffer`` the pages are made here, beside other threads. Raises DeviceError,
+    also where memory cannot be registered (``CU_MEMHOSTREGISTER_*``).
     """
 
     def __init__(self, nbytes: int) -> None:

@@ -1,17 +1,17 @@
 """Weights to the devices: several threads read the file into page-locked buffers, the devices fetch from there.
 
 One thread reads from the page cache at a fraction of what a PCIe link takes, and the driver's own path for pageable memory is
-one thread. Each thread here has buffers and a stream per device: it fills one buffer while the device reads another. Little
-memory is page-locked, which the driver does at 2 GB/s and for one thread at a time: a thread starts with one buffer and takes
-another when nobody else is at it. Buffers stay small for a second reason: the device then fetches from the processor's cache.
+one thread. Each thread here has buffers and a stream per device: it fills one buffer while the device reads another. It starts
+with one buffer and takes another when no other thread is page-locking memory.
 
-Between two reads a thread holds Python's lock all the time (``ctypes.PYFUNCTYPE``): a call of the driver takes microseconds,
-getting the lock back among sixteen threads took longer than that. Only waiting lets the others run.
+Measured on an H200 whose link carries 55 GB/s, 21.5 GB in the page cache, page-locking included, with the driver called through
+ctypes (``benchmarks/h200-upload.json``): 16 threads with two buffers of 4 MiB brought 39 GB/s when the buffers were pages
+registered with the driver, 33 when it had allocated them; with two of 8 MiB 37, and 25 to 29. For 16 threads to make one
+zeroed buffer of 8 MiB each took 16 ms, and 73 ms.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import queue
@@ -28,25 +28,11 @@ from runtime.cuda.driver import DeviceError, api, call
 from runtime.vm.weights import WeightReader, WeightStore
 
 _log = logging.getLogger("ninferc")
+PIECE = 4 << 20  # bytes of one copy, which are a buffer's
 RUN = 16 << 20  # consecutive bytes that one thread takes on at a time
 REPORT = 64 << 20  # bytes after which a thread says so: it wakes the one that waits
-CUDA_VERSION = 12000  # whose declarations of the functions below are meant
-
-
-@dataclass(frozen=True)
-class Way:
-    """How an upload goes: threads per device at most; bytes of a copy, which are a buffer's; buffers of a thread at most;
-    whether buffers are the process's pages registered with the driver, or the driver's; whether calls of the driver that do
-    not wait keep Python's lock."""
-
-    threads: int = 16
-    piece: int = 8 << 20
-    buffers: int = 2
-    registered: bool = False
-    held: bool = False
-
-
-DEFAULT = Way()
+MAX_THREADS = 16  # per device
+BUFFERS = 2  # of a thread at most
 
 
 @dataclass(frozen=True)
@@ -81,63 +67,19 @@ def tasks_of(values: Sequence[tuple[Value, int, int]]) -> list[_Task]:
     return sorted(tasks, key=lambda t: (t.value.source.object_index if t.value.source else 0, t.start, t.value.rank))
 
 
-class _Calls:
-    """The driver's functions that are called for every piece, by their addresses. Those that do not wait return at once
-    and, if ``held``, keep Python's lock meanwhile."""
-
-    def __init__(self, held: bool) -> None:
-        short: Any = ctypes.PYFUNCTYPE if held else ctypes.CFUNCTYPE
-        pointer = ctypes.c_void_p
-        self._copy = short(ctypes.c_int, ctypes.c_uint64, pointer, ctypes.c_size_t, pointer)(_address("cuMemcpyHtoDAsync"))
-        self._record = short(ctypes.c_int, pointer, pointer)(_address("cuEventRecord"))
-        self._query = short(ctypes.c_int, pointer)(_address("cuEventQuery"))
-        self._wait = ctypes.CFUNCTYPE(ctypes.c_int, pointer)(_address("cuEventSynchronize"))
-        self._busy = int(api().CUresult.CUDA_ERROR_NOT_READY)
-
-    def copy(self, target: int, source: int, nbytes: int, stream: int, event: int) -> None:
-        """Queue a copy to the device and an event behind it."""
-        status = self._copy(target, source, nbytes, stream) or self._record(event, stream)
-        if status:
-            raise _failed(status)
-
-    def wait(self, event: int) -> None:
-        """Until the copies before the event have arrived."""
-        status = self._query(event)
-        if status == self._busy:
-            status = self._wait(event)
-        if status:
-            raise _failed(status)
-
-
-def _address(function: str) -> int:
-    found = call(api().cuGetProcAddress(function.encode(), CUDA_VERSION, 0), function)
-    address = int(found[0] or 0)
-    if not address:
-        raise DeviceError(f"the NVIDIA driver has no function {function}")
-    return address
-
-
-def _failed(status: int) -> DeviceError:
-    try:
-        call((api().CUresult(status),), "copy to the device")
-    except DeviceError as error:
-        return error
-    raise AssertionError("a status of success is no failure")
-
-
 class _Stage:
     """A page-locked buffer and, per device, an event that stands behind the last copy out of it."""
 
     def __init__(self, devices: Sequence[Device], buffer: PinnedBuffer | RegisteredBuffer) -> None:
         driver = api()
-        self.pending: int | None = None  # the event of the device that may still be reading
-        self.events: list[int] = []
+        self.pending: Any = None  # the event of the device that may still be reading
+        self.events: list[Any] = []
         self.buffer = buffer
         try:
             for device in devices:
                 device.activate()
                 flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value
-                self.events.append(int(call(driver.cuEventCreate(flags), "event")))
+                self.events.append(call(driver.cuEventCreate(flags), "event"))
         except BaseException:
             self.close()
             raise
@@ -151,30 +93,24 @@ class _Stage:
 class _Shared:
     """What the threads of one upload have in common. ``locking`` has an entry for each that is page-locking memory."""
 
-    def __init__(self, devices: Sequence[Device], weights: WeightStore, way: Way) -> None:
-        self.devices, self.weights, self.way = devices, weights, way
+    def __init__(self, devices: Sequence[Device], weights: WeightStore, piece: int, registered: bool) -> None:
+        self.devices, self.weights, self.piece = devices, weights, piece
         self.tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
         self.report: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
         self.stop = threading.Event()
         self.locking: list[None] = []
-        self._registered = way.registered
-        self._patient, self._swift = _Calls(held=False), _Calls(held=way.held)
-
-    @property
-    def calls(self) -> _Calls:
-        """While a thread page-locks memory under the driver's lock, nobody may wait for that lock holding Python's."""
-        return self._patient if self.locking else self._swift
+        self._registered = registered
 
     def buffer(self) -> PinnedBuffer | RegisteredBuffer:
         """Page-locked memory for a piece: the driver's own where it registers none (cuMemHostRegister is not everywhere)."""
         if self._registered:
             try:
-                return RegisteredBuffer(self.way.piece)
+                return RegisteredBuffer(self.piece)
             except DeviceError as error:
                 if self._registered:
                     _log.info("buffers are allocated by the driver, not registered with it: %s", error)
                 self._registered = False
-        return PinnedBuffer(self.way.piece, clear=False)
+        return PinnedBuffer(self.piece, clear=False)
 
 
 class _Worker(threading.Thread):
@@ -183,7 +119,7 @@ class _Worker(threading.Thread):
     def __init__(self, shared: _Shared) -> None:
         super().__init__(daemon=True)
         self._shared = shared
-        self._streams: list[int] = []
+        self._streams: list[Any] = []
         self._stages: deque[_Stage] = deque()  # the one that was filled longest ago is first
         self.prepare = self.read = self.send = self.wait = self.finish = 0.0
 
@@ -201,7 +137,7 @@ class _Worker(threading.Thread):
             for device in self._shared.devices:
                 device.activate()
                 flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value
-                self._streams.append(int(call(driver.cuStreamCreate(flags), "stream")))
+                self._streams.append(call(driver.cuStreamCreate(flags), "stream"))
             self.prepare = perf_counter() - began
             self._copy(reader)
         finally:
@@ -215,7 +151,7 @@ class _Worker(threading.Thread):
             self.finish = perf_counter() - began
 
     def _copy(self, reader: WeightReader) -> None:
-        shared, piece, unsaid, current = self._shared, self._shared.way.piece, 0, -1
+        driver, shared, piece, unsaid, current = api(), self._shared, self._shared.piece, 0, -1
         while not shared.stop.is_set():
             try:
                 task = shared.tasks.get_nowait()
@@ -233,7 +169,8 @@ class _Worker(threading.Thread):
                 reader.read_into(task.value, start, stage.buffer.array[:size])
                 filled = perf_counter()
                 event = stage.events[current]
-                shared.calls.copy(task.target + start, stage.buffer.address, size, stream, event)
+                call(driver.cuMemcpyHtoDAsync(task.target + start, stage.buffer.address, size, stream), "copy to the device")
+                call(driver.cuEventRecord(event, stream), "copy to the device")
                 stage.pending = event
                 self.read, self.send = self.read + filled - began, self.send + perf_counter() - filled
             unsaid += task.end - task.start
@@ -248,7 +185,7 @@ class _Worker(threading.Thread):
         """The next buffer to fill: another one as long as there may be more and no thread is page-locking one, the first in
         any case; else the one that was filled longest ago, when its device has read it. ``device`` is current afterwards."""
         locking, stages = self._shared.locking, self._stages
-        if len(stages) < self._shared.way.buffers:
+        if len(stages) < BUFFERS:
             began = perf_counter()
             locking.append(None)
             try:
@@ -267,20 +204,23 @@ class _Worker(threading.Thread):
         """Wait until the device has read what the buffer holds."""
         if stage.pending is not None:
             began = perf_counter()
-            self._shared.calls.wait(stage.pending)
+            call(api().cuEventSynchronize(stage.pending), "copy to the device")
             stage.pending = None
             self.wait += perf_counter() - began
 
 
-def thread_count(devices: int = 1, way: Way | None = None) -> int:
+def thread_count(devices: int = 1) -> int:
     """Threads that an upload to so many devices uses on this machine, at most."""
-    return min(os.cpu_count() or 1, (way or DEFAULT).threads * devices)
+    return min(os.cpu_count() or 1, MAX_THREADS * devices)
 
 
 def upload(values: Sequence[tuple[Value, int, int]], weights: WeightStore, devices: Sequence[Device],
-           progress: Callable[[int], None], threads: int | None = None, way: Way | None = None) -> UploadTimes:  # fmt: skip
+           progress: Callable[[int], None], threads: int | None = None, piece: int | None = None,
+           registered: bool = True) -> UploadTimes:  # fmt: skip
     """Bring weights, each with the position of its device in ``devices`` and its address there, to the devices; returns when
     all bytes have arrived. ``progress(bytes)`` is called in this thread as shares of them are on their way.
+    ``threads``, bytes of a ``piece`` and ``registered``, whether buffers are registered pages or the driver's, are for
+    measurements.
 
     A value that the store makes on the device itself (``WeightStore.fill``) is not copied. Raises DeviceError, and what
     reading the artifact raises; an interrupt ends the threads first.
@@ -294,9 +234,8 @@ def upload(values: Sequence[tuple[Value, int, int]], weights: WeightStore, devic
     todo = tasks_of(rest)
     if not todo:
         return UploadTimes()
-    way = way or DEFAULT
-    count = min(threads or thread_count(len(devices), way), len(todo))
-    shared = _Shared(devices, weights, way)
+    count = min(threads or thread_count(len(devices)), len(todo))
+    shared = _Shared(devices, weights, piece or PIECE, registered)
     for task in todo:
         shared.tasks.put(task)
     workers = [_Worker(shared) for _ in range(count)]

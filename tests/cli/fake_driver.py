@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,28 +13,6 @@ from runtime.cuda.driver import api
 GIB = 1 << 30
 Result = driver.CUresult
 OK = Result.CUDA_SUCCESS
-
-
-ADDRESSED = {"cuMemcpyHtoDAsync": (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p),
-             "cuEventRecord": (ctypes.c_void_p, ctypes.c_void_p), "cuEventQuery": (ctypes.c_void_p,),
-             "cuEventSynchronize": (ctypes.c_void_p,)}  # fmt: skip
-_ADDRESSED_NOW: list[Any] = []  # what addresses of functions that were given out point to
-
-
-def address_of(name: str) -> int:
-    """A function that C may call and that does what the driver's of that name does by then. A test's own error there fails
-    the call."""
-
-    def function(*args: int) -> int:
-        try:
-            return int(getattr(driver, name)(*args)[0])
-        except BaseException:
-            traceback.print_exc()
-            return int(Result.CUDA_ERROR_UNKNOWN)
-
-    made = ctypes.CFUNCTYPE(ctypes.c_int, *ADDRESSED[name])(function)
-    _ADDRESSED_NOW.append(made)
-    return int(ctypes.cast(made, ctypes.c_void_p).value or 0)
 
 
 @dataclass
@@ -78,9 +54,7 @@ class FakeDriver:
             "cuEventCreate": lambda flags: (driver.CUevent(1),),
             "cuEventRecord": lambda event, stream: (),
             "cuEventSynchronize": lambda event: (),
-            "cuEventQuery": lambda event: (),
             "cuEventDestroy": lambda event: (),
-            "cuGetProcAddress": lambda name, version, flags: (address_of(name.decode()), 0),
             "cuMemHostRegister": lambda address, nbytes, flags: (),
             "cuMemHostUnregister": lambda address: (),
             "cuDeviceGetAttribute": self._attribute,

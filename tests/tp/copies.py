@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,11 +36,11 @@ class Copies:
         self._events: dict[int, tuple[int, int]] = {}
         self._buffers: dict[int, Array] = {}
         for name in ("cuStreamCreate", "cuStreamDestroy", "cuStreamSynchronize", "cuEventCreate", "cuEventDestroy",
-                     "cuEventRecord", "cuEventQuery", "cuEventSynchronize", "cuMemcpyHtoDAsync", "cuMemHostRegister",
+                     "cuEventRecord", "cuEventSynchronize", "cuMemcpyHtoDAsync", "cuMemHostRegister",
                      "cuMemHostUnregister"):  # fmt: skip
             patch.setattr(driver, name, getattr(self, name))
         patch.setattr(uploading, "PinnedBuffer", self.pinned)
-        patch.setattr(uploading, "DEFAULT", replace(uploading.DEFAULT, piece=piece))
+        patch.setattr(uploading, "PIECE", piece)
         patch.setattr(uploading, "RUN", 4 * piece)
         patch.setattr(uploading, "REPORT", 6 * piece)
 
@@ -119,11 +118,6 @@ class Copies:
         assert self._homes[event] == self._homes[stream], "an event of another device"
         self._events[event] = (stream, len(self._queues[stream]))
         return (OK,)
-
-    def cuEventQuery(self, event: int) -> tuple[Any]:
-        """Nothing has happened as long as nobody waits."""
-        stream, count = self._events[event]
-        return (driver.CUresult.CUDA_ERROR_NOT_READY if count else OK,)
 
     def cuEventSynchronize(self, event: int) -> tuple[Any]:
         stream, count = self._events[event]

@@ -23,7 +23,7 @@ from runtime.cuda import upload as upload_module
 from runtime.cuda.device import HUGE_PAGE, RegisteredBuffer
 from runtime.cuda.driver import DeviceError, api
 from runtime.cuda.pointers import check_pointers
-from runtime.cuda.upload import UploadTimes, Way, upload
+from runtime.cuda.upload import UploadTimes, upload
 from runtime.open import ArtifactObjects, ArtifactWeights
 from runtime.vm.weights import MadeObjects, WeightStore
 from tests import models
@@ -72,10 +72,10 @@ class Making(ArtifactWeights):
 
 
 def loaded(program: Any, store: WeightStore, machine: Copies, threads: int, progress: Any = lambda count: None,
-           way: Way | None = None) -> None:  # fmt: skip
+           registered: bool = True) -> None:  # fmt: skip
     values = [(v, v.rank, machine.base(v.rank) + program.placements[v.name].offset)
               for v in program.values.values() if v.kind is Kind.WEIGHT]  # fmt: skip
-    upload(values, store, machine.devices, progress, threads, way)
+    upload(values, store, machine.devices, progress, threads, registered=registered)
 
 
 def arrived(program: Any, machine: Copies, artifact: Any) -> None:
@@ -139,35 +139,34 @@ def test_the_times_say_where_it_went(copies: Copies, monkeypatch: pytest.MonkeyP
               for v in program.values.values() if v.kind is Kind.WEIGHT]  # fmt: skip
     times = upload(values, WeightStore(source), copies.devices, lambda count: None, 1)
     pieces = sum(-(-value.nbytes // 1000) for value, _, _ in values)
-    buffers = upload_module.DEFAULT.buffers
     assert times.threads == 1 and times.finish == 1.0
-    assert times.prepare == 1 + buffers, "the streams, and each buffer"
+    assert times.prepare == 1 + upload_module.BUFFERS, "the streams, and each buffer"
     assert (times.read, times.send, times.wait) == (pieces, pieces, pieces), "each piece is waited for once"
     assert upload([], WeightStore(source), copies.devices, lambda count: None) == UploadTimes()
 
 
-WAYS = [Way(4, 1000, buffers, registered, held) for buffers in (1, 3) for registered in (False, True) for held in (False, True)]
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_every_way(way: Way, copies: Copies) -> None:
-    """Buffers that the driver allocates and pages of the process, calls with Python's lock and without, on two devices."""
+@pytest.mark.parametrize("buffers", [1, 3])
+@pytest.mark.parametrize("registered", [False, True])
+def test_either_kind_of_buffer(registered: bool, buffers: int, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that the driver allocates and pages of the process, on two devices."""
+    monkeypatch.setattr(upload_module, "BUFFERS", buffers)
+    taken: list[int] = []
+    register = driver.cuMemHostRegister
+    monkeypatch.setattr(driver, "cuMemHostRegister", lambda *args: (taken.append(args[1]), register(*args))[1])
     program = models.program("dense-small", tp=2, **OPTIONS)
     copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
-    loaded(program, WeightStore(ArtifactWeights(models.artifact("dense-small"))), copies, way.threads, way=way)
+    loaded(program, WeightStore(ArtifactWeights(models.artifact("dense-small"))), copies, 4, registered=registered)
     arrived(program, copies, models.artifact("dense-small"))
-    assert copies.most_buffers <= way.threads * way.buffers
+    assert 1 <= copies.most_buffers <= 4 * buffers and set(taken) == ({1000} if registered else set())
 
 
 def test_nobody_queues_for_a_second_buffer(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one thread page-locks, the others go on with the buffer that they have, and call the driver without Python's
-    lock, which the driver's own lock may not be waited for with."""
+    """While one thread page-locks its second buffer, the other goes on with the one that it has."""
     program = models.program("dense-small", "bf16", **OPTIONS)
     copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
     first, inside, freed = threading.Barrier(2), threading.Event(), threading.Event()
-    meanwhile: list[bool] = []  # whether Python's lock was kept, for copies while a thread page-locks its second buffer
-    later: list[bool] = []
-    kind, copy = upload_module._Stage, upload_module._Calls.copy
+    meanwhile: list[int] = []  # bytes of copies
+    kind, copy = upload_module._Stage, driver.cuMemcpyHtoDAsync
 
     class Slow(kind):  # type: ignore[misc, valid-type]
         made: set[int] = set()
@@ -182,28 +181,20 @@ def test_nobody_queues_for_a_second_buffer(copies: Copies, monkeypatch: pytest.M
                 Slow.made.add(threading.get_ident())
                 first.wait(20)  # both have one
 
-    def noting(calls: Any, *args: Any) -> None:
-        copy(calls, *args)
-        if inside.is_set():
-            (later if freed.is_set() else meanwhile).append(calls is shared[0]._swift)
+    def noting(target: int, source: int, nbytes: int, stream: int) -> tuple[Any]:
+        if inside.is_set() and not freed.is_set():
+            meanwhile.append(nbytes)
         if len(meanwhile) == 20:
             freed.set()
-
-    shared: list[Any] = []
-
-    class Noted(upload_module._Shared):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            shared.append(self)
+        status: tuple[Any] = copy(target, source, nbytes, stream)
+        return status
 
     monkeypatch.setattr(upload_module, "_Stage", Slow)
-    monkeypatch.setattr(upload_module, "_Shared", Noted)
-    monkeypatch.setattr(upload_module._Calls, "copy", noting)
+    monkeypatch.setattr(driver, "cuMemcpyHtoDAsync", noting)
     artifact = models.artifact("dense-small", "bf16")
-    loaded(program, WeightStore(ArtifactWeights(artifact)), copies, 2, way=Way(2, 1000, 2, held=True))
+    loaded(program, WeightStore(ArtifactWeights(artifact)), copies, 2)
     arrived(program, copies, artifact)
-    assert len(meanwhile) == 20 and not any(meanwhile[1:]), "the first may have been on its way before"
-    assert any(later)
+    assert len(meanwhile) == 20
 
 
 @pytest.mark.parametrize("refused", ["cuEventCreate", "cuStreamCreate"])
@@ -218,8 +209,7 @@ def test_a_driver_that_gives_nothing(refused: str, copies: Copies, monkeypatch: 
 
     monkeypatch.setattr(driver, refused, refuse)
     with pytest.raises(DeviceError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        loaded(program, WeightStore(ArtifactWeights(models.artifact("dense-small", "bf16"))), copies, 3,
-               way=Way(3, 1000, 2, registered=True))  # fmt: skip
+        loaded(program, WeightStore(ArtifactWeights(models.artifact("dense-small", "bf16"))), copies, 3)
     assert copies.open == 0
 
 
@@ -232,18 +222,10 @@ def test_a_driver_that_registers_no_memory(threads: int, copies: Copies, monkeyp
     monkeypatch.setattr(driver, "cuMemHostRegister", lambda *args: (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED,))
     artifact = models.artifact("dense-small", "bf16")
     with caplog.at_level("INFO", "ninferc"):
-        loaded(program, WeightStore(ArtifactWeights(artifact)), copies, threads, way=Way(threads, 1000, 2, registered=True))
+        loaded(program, WeightStore(ArtifactWeights(artifact)), copies, threads)
     arrived(program, copies, artifact)
     said = [record.getMessage() for record in caplog.records if "not registered" in record.getMessage()]
     assert 1 <= len(said) <= threads and "page-locked host memory: CUDA_ERROR_NOT_SUPPORTED" in said[0]
-
-
-def test_a_driver_without_a_function(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "cuGetProcAddress", lambda name, version, flags: (OK, 0, 0))
-    program = models.program("dense-small", "bf16", **OPTIONS)
-    copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
-    with pytest.raises(DeviceError, match="the NVIDIA driver has no function cuMemcpyHtoDAsync"):
-        loaded(program, WeightStore(ArtifactWeights(models.artifact("dense-small", "bf16"))), copies, 3)
 
 
 @pytest.mark.parametrize("nbytes", [1, 4097, 3 << 20])
