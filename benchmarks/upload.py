@@ -1,11 +1,14 @@
-"""Speed of bringing weights to one device: what the threads, the size of a copy and the way of reading change.
+"""Speed of bringing weights to one device: what the kind of buffers, the size of a copy and the number of threads change.
 
     python -m benchmarks.upload FILE.ninfer [--device 0] [-r 3] [-o FILE.json]
 
-All tensors of the artifact go to one device by ``runtime.cuda.upload``, with nothing of a program around it. The file is read
-once before, so that it lies in the page cache. Varied one at a time around what the runtime does: threads, bytes of a copy,
-and bytes read from the file or copied from its mapping, which is new for each load, as when a program is opened. Rows say
-where the threads' time went (``runtime.cuda.upload.UploadTimes``), what page-locking alone costs, and the link's own rate.
+All tensors of the artifact go to one device by ``runtime.cuda.upload``, with nothing of a program around it, page-locking
+included. The file is read once before, so that it lies in the page cache. Rows say where the threads' time went
+(``runtime.cuda.upload.UploadTimes``), what page-locking alone costs, and the link's own rate; samples of every tensor are read
+back. One JSON row a line; what cannot be done is a row with ``error``.
+
+``h200-upload.json`` is of commit 2b40aa3, which had more cases: the driver was called through ctypes, without Python's lock
+(``released``, as here) or with it (``held``), threads had one to four buffers, and the file's mapping was registered.
 """
 
 from __future__ import annotations
@@ -15,38 +18,46 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import artifacts
 from artifacts.container.schema import TensorObject
-from compiler.ir.op import Array
 from compiler.ir.types import Kind, TensorType, Value, WeightSource
 from runtime.bench.environment import describe
 from runtime.bench.load import pinned_rate, warm
-from runtime.cuda import upload as uploading
-from runtime.cuda.device import Device, PinnedBuffer
-from runtime.open import ArtifactObjects, ArtifactWeights
+from runtime.cuda.device import Device, PinnedBuffer, RegisteredBuffer
+from runtime.cuda.driver import api, call
+from runtime.cuda.upload import BUFFERS, MAX_THREADS, PIECE, UploadTimes, upload
+from runtime.open import ArtifactWeights
 from runtime.vm.weights import WeightStore
 
 MIB = 1 << 20
-PIECES = (MIB // 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB)
-THREADS = (1, 4, 8, 12, 16)
-LOCKED = (4 * MIB, 64 * MIB, 192 * MIB)
+SAMPLE = 4096  # bytes read back at both ends of a tensor
+LOCKED = ((8 * MIB, 1), (64 * MIB, 1), (8 * MIB, 16))  # bytes of a buffer, threads that take one each
 
 
-class MappedObjects(ArtifactObjects):
-    """Copies from the mapping instead of reading."""
+class Case(NamedTuple):
+    """Threads; bytes of a copy; whether buffers are registered pages, or the driver's."""
 
-    def read_into(self, index: int, begin: int, out: Array) -> None:
-        np.copyto(out, self._artifact.tensor_bytes(self._names[index], begin, begin + out.size))
+    threads: int = MAX_THREADS
+    piece: int = PIECE
+    registered: bool = True
+
+    def __str__(self) -> str:
+        kind = "registered" if self.registered else "allocated"
+        return f"{self.threads} threads x {BUFFERS} x {self.piece >> 10} KiB, {kind}"
 
 
-class MappedWeights(ArtifactWeights):
-    def reader(self) -> ArtifactObjects:
-        return MappedObjects(self.artifact, self._names)
+CASES = (
+    *(Case(piece=size * MIB, registered=kind) for kind in (True, False) for size in (4, 2, 8)),
+    *(Case(threads=count) for count in (1, 4, 8, 12)),
+    Case(),
+)  # the first is what the runtime does; again at the end: how far the machine drifts
 
 
 def weights(artifact: artifacts.Artifact) -> list[Value]:
@@ -60,41 +71,68 @@ def weights(artifact: artifacts.Artifact) -> list[Value]:
     return found
 
 
-def case(path: Path, device: Device, address: int, repeats: int, threads: int, piece: int, mapped: bool) -> dict[str, Any]:
+def place(values: list[Value], address: int) -> tuple[list[tuple[Value, int, int]], int]:
+    """Addresses for all values from ``address``, as ``upload`` takes them, and the bytes that takes."""
+    placed, at = [], 0
+    for value in values:
+        placed.append((value, 0, address + at))
+        at += -(-value.nbytes // 256) * 256
+    return placed, at
+
+
+def compare(device: Device, artifact: artifacts.Artifact, placed: list[tuple[Value, int, int]]) -> None:
+    """Raise ValueError unless both ends of every tensor have arrived."""
+    for value, _, target in placed:
+        size = min(SAMPLE, value.nbytes)
+        for begin in (0, value.nbytes - size):
+            want = artifact.tensor_bytes(value.name, begin, begin + size)
+            if not np.array_equal(device.download(target + begin, size), want):
+                raise ValueError(f"{value.name}: bytes from {begin} are not those of the file")
+
+
+def measure(path: Path, device: Device, address: int, repeats: int, case: Case) -> dict[str, Any]:
     """Loads of the artifact at ``path`` to ``address``: bytes/s, and the parts of the median one."""
-    uploading.PIECE, uploading.RUN, uploading.REPORT = piece, max(piece, uploading.RUN), max(piece, uploading.REPORT)
-    runs: list[tuple[float, uploading.UploadTimes]] = []
+    runs: list[tuple[float, UploadTimes]] = []
     for _ in range(repeats):
         with artifacts.open(path) as artifact:
             artifact.open_parts()
-            values, at, placed = weights(artifact), 0, []
-            for value in values:
-                placed.append((value, 0, address + at))
-                at += -(-value.nbytes // 256) * 256
-            store = WeightStore((MappedWeights if mapped else ArtifactWeights)(artifact))
+            placed, size = place(weights(artifact), address)
+            device.activate()
+            call(api().cuMemsetD8Async(address, 0, size, device.stream), "clear")
+            device.synchronize()
             began = time.perf_counter()
-            times = uploading.upload(placed, store, [device], lambda count: None, threads)
+            times = upload(placed, WeightStore(ArtifactWeights(artifact)), [device], lambda count: None, *case)
             runs.append((time.perf_counter() - began, times))
+            compare(device, artifact, placed)
     runs.sort(key=lambda run: run[0])
     seconds, times = runs[len(runs) // 2]
-    nbytes = sum(value.nbytes for value in values)
-    name = f"{threads} threads, {piece >> 10} KiB, {'mapping' if mapped else 'read'}"
-    return {"case": name, "metric": "upload", "value": nbytes / seconds / 1e9, "unit": "GB/s",
+    nbytes = sum(value.nbytes for value, _, _ in placed)
+    return {"metric": "upload", "value": nbytes / seconds / 1e9, "unit": "GB/s",
             "spread": [nbytes / runs[-1][0] / 1e9, nbytes / runs[0][0] / 1e9], "seconds": seconds, **vars(times)}  # fmt: skip
 
 
-def page_lock(nbytes: int, repeats: int) -> dict[str, Any]:
-    """Allocating, clearing and freeing a page-locked buffer."""
+def page_lock(device: Device, kind: type[PinnedBuffer] | type[RegisteredBuffer], nbytes: int, threads: int,
+              repeats: int) -> dict[str, Any]:  # fmt: skip
+    """Page-locking a buffer in each of so many threads, and giving them back."""
+
+    def take(_: int) -> PinnedBuffer | RegisteredBuffer:
+        device.activate()
+        return kind(nbytes)
+
     taken, freed = [], []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        buffer = PinnedBuffer(nbytes)
-        held = time.perf_counter()
-        buffer.close()
-        taken.append((held - began) * 1e3)
-        freed.append((time.perf_counter() - held) * 1e3)
-    return {"case": f"page-lock {nbytes // MIB} MiB", "metric": "time", "value": statistics.median(taken), "unit": "ms",
-            "spread": [min(taken), max(taken)], "free_ms": statistics.median(freed)}  # fmt: skip
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda _: time.sleep(0.01), range(threads)))  # the threads exist
+        for _ in range(repeats):
+            began = time.perf_counter()
+            buffers = list(pool.map(take, range(threads)))
+            held = time.perf_counter()
+            for buffer in buffers:
+                buffer.close()
+            taken.append((held - began) * 1e3)
+            freed.append((time.perf_counter() - held) * 1e3)
+            del buffer, buffers
+    return {"metric": "time", "value": statistics.median(taken), "unit": "ms", "spread": [min(taken), max(taken)],
+            "free_ms": statistics.median(freed)}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -104,30 +142,39 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-r", "--repeats", type=int, default=3)
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args(argv)
-    threads, piece = uploading.thread_count(), uploading.PIECE
+    rows: list[dict[str, Any]] = []
+
+    def add(name: str, row: Callable[[], dict[str, Any]]) -> None:
+        try:
+            rows.append({"case": name, **row()})
+        except Exception as error:  # the other rows are wanted all the same
+            rows.append({"case": name, "error": f"{type(error).__name__}: {error}"})
+        print(json.dumps(rows[-1]), flush=True)
+
     with artifacts.open(args.file) as artifact:
         artifact.open_parts()
-        size = sum(-(-value.nbytes // 256) * 256 for value in weights(artifact))
+        _, size = place(weights(artifact), 0)
         warmed = warm(artifact)
     device = Device(args.device)
     try:
+        huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
         record = describe([device]) | {"command": ["python", "-m", "benchmarks.upload", *(argv or sys.argv[1:])],
-                                       "bytes": size, "page_cache": f"{warmed} bytes read once before"}  # fmt: skip
-        rows: list[dict[str, Any]] = [page_lock(nbytes, args.repeats) for nbytes in LOCKED]
-        rows.append({"case": "pinned copy", "metric": "rate", "value": pinned_rate([device]) / 1e9, "unit": "GB/s"})
+                                       "bytes": size, "page_cache": f"{warmed} bytes read once before",
+                                       "huge_pages": huge.read_text().strip() if huge.is_file() else "unknown"}  # fmt: skip
         address = device.allocate(size, "weights")
         device.synchronize()
-        variants = [(threads, piece, False), *((threads, p, False) for p in PIECES), *((t, piece, False) for t in THREADS),
-                    (threads, piece, True), (12, 8 * MIB, True), (threads, piece, False)]  # fmt: skip
-        for count, copy, mapped in variants:
-            rows.append(case(args.file, device, address, args.repeats, count, copy, mapped))
-            print(json.dumps(rows[-1]), file=sys.stderr)
+        add("pinned copy", lambda: {"metric": "rate", "value": pinned_rate([device]) / 1e9, "unit": "GB/s"})
+        for nbytes, threads in LOCKED:
+            for name, kind in (("PinnedBuffer", PinnedBuffer), ("RegisteredBuffer", RegisteredBuffer)):
+                add(f"{name} {threads} x {nbytes // MIB} MiB",
+                    lambda kind=kind, nbytes=nbytes, threads=threads:  # type: ignore[misc]
+                    page_lock(device, kind, nbytes, threads, args.repeats))  # fmt: skip
+        for case in CASES:
+            add(str(case), lambda case=case: measure(args.file, device, address, args.repeats, case))  # type: ignore[misc]
     finally:
         device.close()
-    text = json.dumps(record | {"rows": rows}, indent=1)
-    print(text)
     if args.output:
-        args.output.write_text(text + "\n")
+        args.output.write_text(json.dumps(record | {"rows": rows}, indent=1) + "\n")
     return 0
 
 

@@ -36,6 +36,7 @@ FORMATS = {
 _REGISTERS = {"bf16": 56, "q4g64": 58, "q5g64": 66, "q6g64": 70, "w8g32": 60, "nvfp4": 58, "fp8_row": 54}
 GROUPED = frozenset({"q4g64", "q5g64", "q6g64", "w8g32"})
 CHUNK = 128
+X_DIGITS = 400  # bytes of 128 activations of an integer product
 X_TILES = 3  # chunks of activations that warpgroup products keep
 MAX_SLICES = 8
 EARLY_RELEASE = 24 << 20  # weights below this many bytes: a short kernel
@@ -73,8 +74,9 @@ class Product:
 
     @property
     def block_columns(self) -> int:
-        """Columns that one block computes."""
-        return min(self.bucket, BLOCK_COLUMNS)
+        """Columns that one block computes: as many as its accumulators find registers for."""
+        limit = BLOCK_COLUMNS // 2 if self.kernel_format in GROUPED and self.bucket >= BLOCK_COLUMNS else BLOCK_COLUMNS
+        return min(self.bucket, limit)
 
     @property
     def few(self) -> bool:
@@ -174,14 +176,16 @@ def shared_bytes(product: Product, tile: Tile, caps: DeviceCaps) -> int:
     """Dynamic shared memory of a block (LinearGeometry::smem_bytes; the template asserts that they agree)."""
     stage = stage_bytes(product, tile) + (8 if product.in_units and caps.bulk_copy else 0)  # its mbarrier
     segments = block_segments(product, tile)
+    grouped = product.kernel_format in GROUPED
+    chunk, padding = (X_DIGITS, 0) if grouped else (256, 64)  # bytes of a column's activations
     members = tile.warps_k * pair_of(product, tile)
     sums = members * units_of(product, tile) * 512 if members > 1 else 0
     if tile.resident:
-        x = product.block_columns * (segments * product.chunks * 256 + 64)
+        x = product.block_columns * (segments * product.chunks * chunk + padding)
     elif tile.warpgroup:
         x = X_TILES * tile.warps_k * product.block_columns * 256
     else:
-        x = tile.stages * tile.warps_k * product.block_columns * 320
+        x = tile.stages * tile.warps_k * product.block_columns * (chunk + padding)
     norm = product.block_columns * 36 if product.norm else 0
     ring = ceil((x + norm) / 128) * 128 + tile.warps_r * tile.warps_k * tile.stages * stage
     places = ceil(units_of(product, tile) / product.segments) if tile.clustered else 0
@@ -198,7 +202,8 @@ def registers_fit(product: Product, tile: Tile) -> bool:
     """
     name = product.kernel_format
     sums, members = units_of(product, tile) * 4, tile.warps_k * pair_of(product, tile)
-    needed = _REGISTERS[name] + (3.2 if name in GROUPED else 2.5) * sums + (0 if tile.resident else 14)
+    whole = tile.mtiles * ceil(product.block_columns / 2) * 2  # sums of an integer product while it runs
+    needed = _REGISTERS[name] + (5 * whole if name in GROUPED else 2.5 * sums) + (0 if tile.resident else 14)
     if tile.warpgroup:
         needed += 10
     if members == 1:
@@ -206,7 +211,7 @@ def registers_fit(product: Product, tile: Tile) -> bool:
     elif block_segments(product, tile) * product.slices > tile.warps_k:  # totals of the units that a warp finishes
         needed += ceil(sums * pair_of(product, tile) / members / 4) * 4 * min(2, block_segments(product, tile))
     threads = ceil(tile.warps_r * tile.warps_k / 4) * 128 * max(1, tile.blocks_per_sm)
-    free = 0.9 if product.few else 0.75 if tile.warpgroup else 1.25 if name in GROUPED else 1.0
+    free = 0.9 if product.few else 0.75 if tile.warpgroup else 1.05 if name in GROUPED else 1.0
     return free * needed <= min(255, 65536 // threads // 8 * 8)
 
 
@@ -236,7 +241,8 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
     warps, all_slices = tile.warps_r * tile.warps_k, block_segments(product, tile) * product.slices
     if all_slices % tile.warps_k or warps > 32 or tile.warps_r % pair_of(product, tile):
         return False
-    if teams_of(product, tile) + tile.warps_k > 15:  # named barriers
+    meets = tile.warps_k * pair_of(product, tile) > 1 or not tile.resident  # at named barriers
+    if meets and teams_of(product, tile) + tile.warps_k > 15:
         return False
     if tile.stages < (2 if tile.resident else 3) or (product.norm and not tile.resident):
         return False
@@ -279,8 +285,8 @@ def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
     for split, clustered in meetings:
         all_slices = product.slices * (1 if split else product.segments)
         spread = [k for k in range(all_slices, 0, -1) if all_slices % k == 0]
-        for warps_r, warps_k, stages, blocks in itertools.product(range(1, 21), spread, (2, 3, 4, 6), (0, 1, 2, 3)):
-            if warps_r * warps_k > 24 or (few and warps_r > (6 if warps_k > 1 else 12)):
+        for warps_r, warps_k, stages, blocks in itertools.product(range(1, 21), spread, (2, 3, 4, 6, 8, 12), (0, 1, 2, 3)):
+            if warps_r * warps_k > 24 or (stages > 6 and warps_k > 2) or (few and warps_r > (6 if warps_k > 2 else 20)):
                 continue
             for mtiles, mixed in sizes:
                 for resident in (True, False) if product.bucket <= 16 else (False,):
@@ -325,6 +331,12 @@ def candidates(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
     for tile in tiles:
         if tile == tiles[0] or 8 <= tile.warps_r * tile.warps_k * max(1, tile.blocks_per_sm) <= 32:
             yield tile
+
+
+def one_round(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
+    """Whether every team has at most one tile, so that slices meet once and no block begins another tile."""
+    blocks = caps.sms * max(1, tile.blocks_per_sm) // sharers_of(product, tile)
+    return tiles_of(product, tile) <= teams_of(product, tile) * blocks
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -150,16 +151,49 @@ def rank_caps(devices: Sequence[Device]) -> DeviceCaps:
 
 
 class PinnedBuffer:
-    """Page-locked host memory that every device can read and write at the same address."""
+    """Page-locked host memory that every device can read and write at the same address, zeroed unless ``clear`` is off."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, clear: bool = True) -> None:
         driver = api()
         flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
         self.address = int(call(driver.cuMemHostAlloc(nbytes, flags), "page-locked host memory"))
         self.nbytes = nbytes
         raw = (ctypes.c_uint8 * nbytes).from_address(self.address)
         self.array: Array = np.ctypeslib.as_array(raw)
-        self.array[:] = 0
+        if clear:
+            self.array[:] = 0
 
     def close(self) -> None:
         api().cuMemFreeHost(self.address)
+
+
+HUGE_PAGE = 2 << 20  # of x86-64, and of 64-bit Arm with 4 KiB pages; only a matter of speed
+
+
+class RegisteredBuffer:
+    """Page-locked memory for copies to any device, undefined at first: the process's own pages, huge ones where the system
+    has them, given to the driver. Unlike ``PinnedBuffer`` the pages are made here, beside other threads. Raises DeviceError,
+    also where memory cannot be registered (``CU_MEMHOSTREGISTER_*``).
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        driver = api()
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+        try:
+            block = mmap.mmap(-1, nbytes + HUGE_PAGE, **private)
+        except OSError as error:
+            raise DeviceError(f"page-locked host memory: {nbytes} bytes: {error.strerror or error}") from None
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                block.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                pass  # a kernel without them: plain pages do as well
+        whole = np.frombuffer(block, np.uint8)  # holds the mapping
+        begin = -whole.ctypes.data % HUGE_PAGE
+        self.array: Array = whole[begin : begin + nbytes]
+        self.address, self.nbytes = int(self.array.ctypes.data), nbytes
+        self.array[:: mmap.PAGESIZE] = 0  # makes the pages, without the driver's locks
+        call(driver.cuMemHostRegister(self.address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE), "page-locked host memory")
+
+    def close(self) -> None:
+        api().cuMemHostUnregister(self.address)

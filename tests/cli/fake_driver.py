@@ -55,6 +55,8 @@ class FakeDriver:
             "cuEventRecord": lambda event, stream: (),
             "cuEventSynchronize": lambda event: (),
             "cuEventDestroy": lambda event: (),
+            "cuMemHostRegister": lambda address, nbytes, flags: (),
+            "cuMemHostUnregister": lambda address: (),
             "cuDeviceGetAttribute": self._attribute,
             "cuDeviceCanAccessPeer": lambda one, other: (self.peers,),
             "cuLibraryLoadData": lambda *args: (driver.CUlibrary(1),),
@@ -106,7 +108,7 @@ class FakeDriver:
 class _Pinned:
     """Page-locked memory is plain memory here."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, clear: bool = True) -> None:
         import numpy as np
 
         self.array, self.address, self.nbytes = np.zeros(nbytes, np.uint8), 1 << 20, nbytes

@@ -60,6 +60,32 @@ def test_mma_and_ldmatrix_match_numpy(kind: str, arch: int, seed: int) -> None:
     np.testing.assert_allclose(out, a.astype(np.float64) @ b.astype(np.float64).T, rtol=0, atol=2e-5)
 
 
+INTEGER_MMA = """
+#include <ninferc/base/mma.cuh>
+#include <ninferc/base/warp.cuh>
+using namespace ninferc;
+// out[16][8] += a[16][32] b[8][32]^T
+NINFERC_KERNEL(product, 32, 1)(const u32* a, const u32* b, i32* out) {
+  const u32 g = lane_id() / 4, p = lane_id() % 4;
+  const u32 fa[4] = {a[g * 8 + p], a[(g + 8) * 8 + p], a[g * 8 + 4 + p], a[(g + 8) * 8 + 4 + p]};
+  const u32 fb[2] = {b[g * 8 + p], b[g * 8 + 4 + p]};
+  i32 d[4];
+  for (u32 e = 0; e < 4; ++e) d[e] = out[(g + e / 2 * 8) * 8 + 2 * p + e % 2];
+  mma_m16n8k32_s8(d, fa, fb);
+  for (u32 e = 0; e < 4; ++e) out[(g + e / 2 * 8) * 8 + 2 * p + e % 2] = d[e];
+}
+"""
+
+
+def test_integer_products_match_numpy() -> None:
+    rng = np.random.default_rng(11)
+    a, b = rng.integers(-128, 128, (16, 32)).astype(np.int8), rng.integers(-128, 128, (8, 32)).astype(np.int8)
+    before = rng.integers(-(1 << 30), 1 << 30, (16, 8)).astype(np.int32)
+    out = before.copy()
+    launch(compile_kernel(INTEGER_MMA), 1, 32, [a, b, out])
+    assert np.array_equal(out, before + a.astype(np.int32) @ b.astype(np.int32).T)
+
+
 @pytest.mark.parametrize("arch", [900, 750])
 def test_bf16_products_of_subnormal_numbers(arch: int) -> None:
     """Weights of 2^-126 and less with activations that make up for it, as e4m3 codes are multiplied."""
@@ -201,7 +227,7 @@ def test_warpgroup_products(n: int, form: int) -> None:
     rng = np.random.default_rng(form)
     a, b = to_bf16(rng.standard_normal((64, 64))), to_bf16(rng.standard_normal((n, 64)))
     expected = from_bf16(a).astype(np.float64) @ from_bf16(b).astype(np.float64).T
-    panels = np.concatenate([swizzled(b[i:i + 64].T) for i in range(0, n, 64)])
+    panels = np.concatenate([swizzled(b[i : i + 64].T) for i in range(0, n, 64)])
     args = [a, swizzled(a), panels if form == 2 else swizzled(b)]
 
     def run(wait: str, seed: int) -> np.ndarray:

@@ -12,19 +12,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda.bindings import driver
 
 import artifacts
 from artifacts.errors import PayloadError
 from artifacts.layouts import get_layout
 from compiler.ir.types import Kind
 from compiler.program.model import WEIGHTS
+from runtime.cuda import upload as upload_module
+from runtime.cuda.device import HUGE_PAGE, RegisteredBuffer
 from runtime.cuda.driver import DeviceError, api
 from runtime.cuda.pointers import check_pointers
 from runtime.cuda.upload import UploadTimes, upload
 from runtime.open import ArtifactObjects, ArtifactWeights
 from runtime.vm.weights import MadeObjects, WeightStore
 from tests import models
-from tests.tp.copies import Copies
+from tests.cli.fake_driver import FakeDriver
+from tests.tp.copies import OK, Copies
 
 OPTIONS: dict[str, Any] = {"max_context": 256, "prefill_chunk": 128, "pairs": ((1, 1),)}
 
@@ -67,10 +71,11 @@ class Making(ArtifactWeights):
         return MadeObjects(self)
 
 
-def loaded(program: Any, store: WeightStore, machine: Copies, threads: int, progress: Any = lambda count: None) -> None:
+def loaded(program: Any, store: WeightStore, machine: Copies, threads: int, progress: Any = lambda count: None,
+           registered: bool = True) -> None:  # fmt: skip
     values = [(v, v.rank, machine.base(v.rank) + program.placements[v.name].offset)
               for v in program.values.values() if v.kind is Kind.WEIGHT]  # fmt: skip
-    upload(values, store, machine.devices, progress, threads)
+    upload(values, store, machine.devices, progress, threads, registered=registered)
 
 
 def arrived(program: Any, machine: Copies, artifact: Any) -> None:
@@ -134,9 +139,112 @@ def test_the_times_say_where_it_went(copies: Copies, monkeypatch: pytest.MonkeyP
               for v in program.values.values() if v.kind is Kind.WEIGHT]  # fmt: skip
     times = upload(values, WeightStore(source), copies.devices, lambda count: None, 1)
     pieces = sum(-(-value.nbytes // 1000) for value, _, _ in values)
-    assert times.threads == 1 and times.prepare == times.finish == 1.0
-    assert (times.read, times.send, times.wait) == (pieces, pieces, pieces + 1)
+    assert times.threads == 1 and times.finish == 1.0
+    assert times.prepare == 1 + upload_module.BUFFERS, "the streams, and each buffer"
+    assert (times.read, times.send, times.wait) == (pieces, pieces, pieces), "each piece is waited for once"
     assert upload([], WeightStore(source), copies.devices, lambda count: None) == UploadTimes()
+
+
+@pytest.mark.parametrize("buffers", [1, 3])
+@pytest.mark.parametrize("registered", [False, True])
+def test_either_kind_of_buffer(registered: bool, buffers: int, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that the driver allocates and pages of the process, on two devices."""
+    monkeypatch.setattr(upload_module, "BUFFERS", buffers)
+    taken: list[int] = []
+    register = driver.cuMemHostRegister
+    monkeypatch.setattr(driver, "cuMemHostRegister", lambda *args: (taken.append(args[1]), register(*args))[1])
+    program = models.program("dense-small", tp=2, **OPTIONS)
+    copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
+    loaded(program, WeightStore(ArtifactWeights(models.artifact("dense-small"))), copies, 4, registered=registered)
+    arrived(program, copies, models.artifact("dense-small"))
+    assert 1 <= copies.most_buffers <= 4 * buffers and set(taken) == ({1000} if registered else set())
+
+
+def test_nobody_queues_for_a_second_buffer(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one thread page-locks its second buffer, the other goes on with the one that it has."""
+    program = models.program("dense-small", "bf16", **OPTIONS)
+    copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
+    first, inside, freed = threading.Barrier(2), threading.Event(), threading.Event()
+    meanwhile: list[int] = []  # bytes of copies
+    kind, copy = upload_module._Stage, driver.cuMemcpyHtoDAsync
+
+    class Slow(kind):  # type: ignore[misc, valid-type]
+        made: set[int] = set()
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            if threading.get_ident() in Slow.made:
+                assert freed.is_set() or not inside.is_set(), "two are at it"
+                inside.set()
+                assert freed.wait(20)
+            else:
+                Slow.made.add(threading.get_ident())
+                first.wait(20)  # both have one
+
+    def noting(target: int, source: int, nbytes: int, stream: int) -> tuple[Any]:
+        if inside.is_set() and not freed.is_set():
+            meanwhile.append(nbytes)
+        if len(meanwhile) == 20:
+            freed.set()
+        status: tuple[Any] = copy(target, source, nbytes, stream)
+        return status
+
+    monkeypatch.setattr(upload_module, "_Stage", Slow)
+    monkeypatch.setattr(driver, "cuMemcpyHtoDAsync", noting)
+    artifact = models.artifact("dense-small", "bf16")
+    loaded(program, WeightStore(ArtifactWeights(artifact)), copies, 2)
+    arrived(program, copies, artifact)
+    assert len(meanwhile) == 20
+
+
+@pytest.mark.parametrize("refused", ["cuEventCreate", "cuStreamCreate"])
+def test_a_driver_that_gives_nothing(refused: str, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One clear line, and what was taken before is given back."""
+    program = models.program("dense-small", "bf16", **OPTIONS)
+    copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
+    real, calls = getattr(driver, refused), itertools.count()
+
+    def refuse(*args: Any) -> Any:
+        return real(*args) if next(calls) < 1 else (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, 0)
+
+    monkeypatch.setattr(driver, refused, refuse)
+    with pytest.raises(DeviceError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        loaded(program, WeightStore(ArtifactWeights(models.artifact("dense-small", "bf16"))), copies, 3)
+    assert copies.open == 0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_driver_that_registers_no_memory(threads: int, copies: Copies, monkeypatch: pytest.MonkeyPatch,
+                                           caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    """Its own memory is taken instead, and the log says why."""
+    program = models.program("dense-small", "bf16", **OPTIONS)
+    copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
+    monkeypatch.setattr(driver, "cuMemHostRegister", lambda *args: (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED,))
+    artifact = models.artifact("dense-small", "bf16")
+    with caplog.at_level("INFO", "ninferc"):
+        loaded(program, WeightStore(ArtifactWeights(artifact)), copies, threads)
+    arrived(program, copies, artifact)
+    said = [record.getMessage() for record in caplog.records if "not registered" in record.getMessage()]
+    assert 1 <= len(said) <= threads and "page-locked host memory: CUDA_ERROR_NOT_SUPPORTED" in said[0]
+
+
+@pytest.mark.parametrize("nbytes", [1, 4097, 3 << 20])
+def test_registered_pages(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole buffers at addresses of huge pages, writable, one beside the other."""
+    seen: list[tuple[str, Any]] = []
+    FakeDriver().install(monkeypatch)
+    monkeypatch.setattr(driver, "cuMemHostRegister", lambda *args: (seen.append(("register", args)), (OK,))[1])
+    monkeypatch.setattr(driver, "cuMemHostUnregister", lambda *args: (seen.append(("unregister", args)), (OK,))[1])
+    one, other = RegisteredBuffer(nbytes), RegisteredBuffer(nbytes)
+    one.array[:], other.array[:] = 1, 2
+    assert (one.array == 1).all() and one.array.size == one.nbytes == nbytes
+    assert one.address == one.array.ctypes.data and one.address % HUGE_PAGE == 0
+    one.close()
+    assert seen == [("register", (one.address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE)),
+                    ("register", (other.address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE)),
+                    ("unregister", (one.address,))]  # fmt: skip
+    other.close()
+    api.cache_clear()
 
 
 def test_an_artifact_that_cannot_be_read(copies: Copies) -> None:

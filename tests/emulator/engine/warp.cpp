@@ -8,9 +8,33 @@ namespace ninferc_emulator {
 // ---- warp collectives ------------------------------------------------------------------------------------------
 typedef float Row __attribute__((vector_size(32)));
 
+// One 16 x 8 x 32 product of signed bytes.
+static void run_integer_mma(Warp* w) {
+  int a[16][32], b[8][32];
+  for (u32 lane = 0; lane < 32; ++lane) {
+    const Request& q = *w->fibers[lane]->request;
+    const u32 g = lane / 4, p = lane % 4;
+    for (u32 byte = 0; byte < 4; ++byte) {
+      const auto digit = [byte](u32 word) { return int(static_cast<signed char>(word >> (8 * byte))); };
+      for (u32 i = 0; i < 4; ++i) a[g + 8 * (i & 1)][4 * p + byte + 16 * (i >> 1)] = digit(q.a[i]);
+      for (u32 i = 0; i < 2; ++i) b[g][4 * p + byte + 16 * i] = digit(q.b[i]);
+    }
+  }
+  for (u32 lane = 0; lane < 32; ++lane) {
+    const u32 g = lane / 4, p = lane % 4;
+    for (u32 i = 0; i < 4; ++i) {
+      int d;
+      memcpy(&d, w->fibers[lane]->request->d + i, 4);
+      for (u32 k = 0; k < 32; ++k) d += a[g + 8 * (i >> 1)][k] * b[2 * p + (i & 1)][k];
+      memcpy(w->fibers[lane]->request->d + i, &d, 4);
+    }
+  }
+}
+
 // One 16 x 8 x depth product.  Products are exact in f32 for 16-bit operands; they are summed in ascending K, then added to
 // the accumulator.  Hardware sums a step at once with truncation, so results agree to a few units of f32.
 static void run_mma(Warp* w, u32 kind) {
+  if (kind == mma_s8_k32) return run_integer_mma(w);
   float a[16][16];
   Row b[16], c[16];
   const u32 depth = kind == mma_bf16_k16 || kind == mma_f16_k16 ? 16 : 8;

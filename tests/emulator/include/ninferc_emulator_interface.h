@@ -49,7 +49,7 @@ void ninferc_emulator_sleep(unsigned nanoseconds);
 }  // extern "C"
 
 namespace ninferc_emulator {
-enum MmaKind { mma_bf16_k16, mma_f16_k16, mma_f16_k8, mma_tf32_k8 };
+enum MmaKind { mma_bf16_k16, mma_f16_k16, mma_f16_k8, mma_tf32_k8, mma_s8_k32 };  // s8: d holds ints
 enum ShuffleKind { shuffle_index, shuffle_up, shuffle_down, shuffle_xor };
 
 inline float half_to_float(unsigned short bits) { return static_cast<float>(__builtin_bit_cast(_Float16, bits)); }

@@ -101,6 +101,26 @@ NINFERC_DEVICE void mma_m16n8k16_f16(f32 (&d)[4], const u32 (&a)[4], const u32 (
 #endif
 }
 
+// d += A(16x32) * B(32x8), signed bytes in, i32 accumulate.  A register holds four columns of A (rows of B), the lowest in the
+// lowest byte:
+//   A, 4 registers   a[0] row group, columns 4 pair .. 4 pair + 3; a[1] row group + 8; a[2], a[3] the same rows, columns + 16
+//   B, 2 registers   b[0] column group, rows 4 pair .. 4 pair + 3; b[1] rows + 16;  D as above
+// sm_75 runs it as four 8x8x16 products.
+NINFERC_DEVICE void mma_m16n8k32_s8(i32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+#if defined(NINFERC_EMULATOR)
+  ninferc_emulator_mma(ninferc_emulator::mma_s8_k32, reinterpret_cast<f32*>(d), a, b);
+#elif NINFERC_HAS_BF16_MMA
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i)
+    asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+        : "+r"(d[i % 2 * 2]), "+r"(d[i % 2 * 2 + 1]) : "r"(a[i]), "r"(b[i / 2]));
+#endif
+}
+
 // ldmatrix: loads 1, 2 or 4 matrices of 8x8 16-bit elements.  Lane i passes the address of a 16-byte row: lanes 0-7 the
 // rows of matrix 0, 8-15 of matrix 1, and so on (only the first 8 * count lanes' addresses are read, but every lane must
 // pass a valid one).  Register m of a lane receives, of matrix m, row group, columns 2 pair and 2 pair + 1; with _trans,

@@ -101,6 +101,30 @@ NINFERC_DEVICE void unpack_nvfp4(u32 word, u32 scale, u32 (&out)[4]) {
   for (u32 i = 0; i < 4; ++i) out[i] = hmul2_bf16_exact(nvfp4_pair(word, nvfp4_factor(i)), scale);
 }
 
+// ---- signed bytes for integer matrix units: eight codes as two words of four, value * 2^integer_shift in each byte ---------
+
+template <Format format>
+constexpr u32 integer_shift = format == Format::q4g64 ? 4 : format == Format::q5g64 ? 3 : format == Format::q6g64 ? 2 : 0;
+
+// Columns 0, 2, 4, 6 and 1, 3, 5, 7: a code in the upper bits of its byte is a signed number as it stands.
+NINFERC_DEVICE void bytes_q4(u32 codes, u32& even, u32& odd) {
+  even = codes << 4 & 0xf0f0f0f0u;
+  odd = codes & 0xf0f0f0f0u;
+}
+// high: as unpack_q5 takes it.
+NINFERC_DEVICE void bytes_q5(u32 codes, u32 high, u32& even, u32& odd) {
+  constexpr u32 spread = 1u << 7 | 1u << 13 | 1u << 19 | 1u << 25;  // bits 0, 2, 4, 6 to bits 7, 15, 23, 31 (and others)
+  even = codec::and_or((high & 0x55u) * spread, 0x80808080u, codes << 3 & 0x78787878u);
+  odd = codec::and_or((high & 0xaau) * (spread >> 1), 0x80808080u, codes >> 1 & 0x78787878u);
+}
+// high: as unpack_q6 takes it.
+template <u32 byte = 0>
+NINFERC_DEVICE void bytes_q6(u32 codes, u32 high, u32& even, u32& odd) {
+  const u32 apart = prmt(high, 0, 0x4040u | byte | (byte + 1) << 8);  // columns 0..3 in byte 0, 4..7 in byte 2
+  even = codec::and_or(apart << 10, 0xc000c000u, codec::and_or(apart << 6, 0x00c000c0u, codes << 2 & 0x3c3c3c3cu));
+  odd = codec::and_or(apart << 8, 0xc000c000u, codec::and_or(apart << 4, 0x00c000c0u, codes >> 2 & 0x3c3c3c3cu));
+}
+
 // Eight activations in natural order, brought into the column order of the format.
 template <Format format>
 NINFERC_DEVICE u32x4 order_columns(u32x4 x) {

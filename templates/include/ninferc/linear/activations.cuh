@@ -8,6 +8,7 @@
 #include <ninferc/base/warp.cuh>
 #include <ninferc/codec/unpack.cuh>
 #include <ninferc/linear/geometry.cuh>
+#include <ninferc/linear/integers.cuh>
 #include <ninferc/norm/sumsq.cuh>
 
 namespace ninferc {
@@ -101,9 +102,9 @@ NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, u32 first_chun
 #pragma unroll
     for (u32 i = 0; i < batch; ++i) {
       const u32 index = first + i * G::threads, column = index / pieces, piece = index % pieces;
-      if (index >= total) break;
+      if (!G::Traits::grouped_int && index >= total) break;
       if constexpr (G::norm) {
-        if (G::bucket > 1 || i == 0) factor = norm_factor<G>(norm.scratch, column, norm.eps);
+        if (G::bucket > 1 || i == 0) factor = norm_factor<G>(norm.scratch, index < total ? column : 0, norm.eps);
         x[i] = u32x4{norm_pair(x[i].x, w[i].x, factor), norm_pair(x[i].y, w[i].y, factor),
                      norm_pair(x[i].z, w[i].z, factor), norm_pair(x[i].w, w[i].w, factor)};
         if constexpr (G::keep) {  // every block has the whole rows, and stores neighbouring pieces: few warps have to fence
@@ -114,8 +115,9 @@ NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, u32 first_chun
           }
         }
       }
-      st_shared(to + column * G::x_pitch + piece / 16 * 256 + G::piece_slot(piece % 16) * 16,
-                order_columns<G::format>(x[i]));
+      const u32 chunk_at = to + column * G::x_pitch + piece / 16 * G::x_chunk_bytes;
+      if constexpr (G::Traits::grouped_int) put_digits<G>(chunk_at, piece % 16, x[i], index < total);
+      else st_shared(chunk_at + G::piece_slot(piece % 16) * 16, order_columns<G::format>(x[i]));
     }
   }
   if (kept) fence_gpu();  // dependents, which start after this, may read the rows before they wait
@@ -131,7 +133,12 @@ struct ActivationCopier {
   Activations in;
   u32 rank;
 
-  static NINFERC_DEVICE u32 offset(u32 index) { return index / 16 * G::x_pitch + G::piece_slot(index % 16) * 16; }
+  static constexpr bool digits = G::Traits::grouped_int;
+
+  // Digits of integer products take the place of the activations they are made of.
+  static NINFERC_DEVICE u32 offset(u32 index) {
+    return index / 16 * G::x_pitch + (digits ? index % 16 : G::piece_slot(index % 16)) * 16;
+  }
 
   NINFERC_DEVICE void copy(u32 stage, u32 number) const {
 #pragma unroll
@@ -148,8 +155,15 @@ struct ActivationCopier {
 #pragma unroll
     for (u32 base = 0; base < total; base += workers) {
       const u32 index = base + rank;
-      if (total % workers != 0 && index >= total) break;
-      st_shared(stage + offset(index), order_columns<G::format>(ld_shared<u32x4>(stage + offset(index))));
+      if constexpr (digits) {
+        const bool mine = total % workers == 0 || index < total;
+        const u32x4 x = mine ? ld_shared<u32x4>(stage + offset(index)) : u32x4{0, 0, 0, 0};
+        // Half a warp has the pieces of a column, and put_digits exchanges them before it stores: all have been read by then.
+        put_digits<G>(stage + index / 16 * G::x_pitch, index % 16, x, mine);
+      } else {
+        if (total % workers != 0 && index >= total) break;
+        st_shared(stage + offset(index), order_columns<G::format>(ld_shared<u32x4>(stage + offset(index))));
+      }
     }
   }
 };

@@ -55,11 +55,13 @@ struct Dealing {
     segment = G::split ? blockIdx.x / G::column_blocks % G::segments : 0;
     first_chunk = segment * G::chunks;
   }
-  // Narrows the arguments to the block's columns.
+  // Narrows the arguments to the block's columns. Of the last blocks there may be none: they read the first and store nothing.
   NINFERC_DEVICE Activations columns(LinearArguments& args) const {
     if constexpr (G::column_blocks > 1) {
       args.first_column = blockIdx.x % G::column_blocks * G::bucket;
-      args.columns = args.columns - args.first_column < G::bucket ? args.columns - args.first_column : G::bucket;
+      const u32 left = args.columns > args.first_column ? args.columns - args.first_column : 0;
+      args.columns = left < G::bucket ? left : G::bucket;
+      if (left == 0) return {args.x, args.x_stride, 1, 0};
     }
     return {args.x, args.x_stride, args.columns, args.first_column};
   }
@@ -180,7 +182,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   if constexpr (G::epilogue == Epilogue::push_f32) args.push.open();
   Meeting<G>::meet();
 
-  const u32 x_lane = lane_id() / 4 % G::bucket * G::x_pitch + lane_id() % 4 * 16;  // column and piece of this lane
+  const u32 x_lane = ChunkProduct<G>::lane_offset();
   Team<G> sums{base + G::sums_base, team, member};
   // Of activations: stage being multiplied and stage being filled, which is the one before.
   constexpr u32 x_step = G::warps_k * G::x_bytes;
@@ -198,7 +200,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
       ChunkProduct<G> product;
       product.clear();
       const ChunkWalk<G> here(0, slice, 0, 0);
-      u32 x_chunk = base + G::x_base + here.number * 256 + x_lane;
+      u32 x_chunk = base + G::x_base + here.number * G::x_chunk_bytes + x_lane;
       if constexpr (G::resident) {
 #pragma unroll 1
         for (u32 left = here.left; left != 0;) {
@@ -214,7 +216,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
             ring.copier.step();
             ring.wait();
             product.add(ring.at, x_chunk);
-            x_chunk += G::slices * 256;
+            x_chunk += G::slices * G::x_chunk_bytes;
             ring.next();
           }
           left -= run;
@@ -241,6 +243,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
           ring.next();
         }
       }
+      product.settle();
       sums.add(total, epilogue, product, slice, slice - warp_k, tile < G::tiles);
     }
     sums.finish(total, epilogue, tile < G::tiles);

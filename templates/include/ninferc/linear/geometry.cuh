@@ -67,9 +67,11 @@ struct LinearGeometry : Config {
   static constexpr u32 scale_offset = high_offset + mtiles * Units<format>::high_bytes;
   static constexpr u32 stage_bytes = scale_offset + mtiles * scale_bytes;
 
-  // Activations, 256 bytes per column and chunk.  Columns lie 64 bytes past a multiple of 128 apart: no bank conflicts.
+  // Activations of a column and chunk: 256 bytes, of integer products 400 (integers.cuh).  Columns lie 64 bytes past a multiple
+  // of 128 apart, where lanes read those of several at once: no bank conflicts.
+  static constexpr u32 x_chunk_bytes = Traits::grouped_int ? 400 : 256;
   static constexpr u32 x_tiles = 3;  // warpgroup products: being multiplied, perhaps still multiplied, being stored
-  static constexpr u32 x_pitch = (Config::resident ? block_segments * chunks * 256 : 256) + 64;
+  static constexpr u32 x_pitch = (Config::resident ? block_segments * chunks : 1) * x_chunk_bytes + (Traits::grouped_int ? 0 : 64);
   static constexpr u32 x_bytes = Config::bucket * (Config::warpgroup ? 256 : x_pitch);  // resident: once per block; else per stage and warp of K
 
   // Sums of the slices that the warps of a tile compute at once: a matrix tile is 512 bytes.

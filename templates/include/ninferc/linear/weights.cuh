@@ -7,6 +7,7 @@
 #include <ninferc/base/warp.cuh>
 #include <ninferc/codec/unpack.cuh>
 #include <ninferc/linear/geometry.cuh>
+#include <ninferc/linear/integers.cuh>
 
 namespace ninferc {
 
@@ -157,60 +158,57 @@ struct WeightCopier {
 template <class G>
 struct ChunkProduct {
   static constexpr Format format = G::format;
-  static constexpr u32 group_steps = format == Format::w8g32 ? 1 : G::Traits::grouped_int ? 2 : 1;
   f32 sum[G::mtiles][G::ntiles][4];
+  IntegerSums<G> whole;  // integer products: the sums until they settle
 
   NINFERC_DEVICE void clear() {
+    if constexpr (G::Traits::grouped_int) {
+      whole.clear();
+    } else {
 #pragma unroll
-    for (u32 m = 0; m < G::mtiles; ++m)
+      for (u32 m = 0; m < G::mtiles; ++m)
 #pragma unroll
-      for (u32 t = 0; t < G::ntiles; ++t)
+        for (u32 t = 0; t < G::ntiles; ++t)
 #pragma unroll
-        for (u32 e = 0; e < 4; ++e) sum[m][t][e] = 0;
+          for (u32 e = 0; e < 4; ++e) sum[m][t][e] = 0;
+    }
   }
 
-  // `x`: this lane's activations of column 0 of each tile of eight (x_pitch apart: columns), at the chunk.
+  // Where in a chunk of activations this lane reads: of each tile of eight columns its own column, its piece of a step.
+  static NINFERC_DEVICE u32 lane_offset() {
+    if constexpr (G::Traits::grouped_int) return IntegerSums<G>::lane_offset();
+    else return lane_id() / 4 % G::bucket * G::x_pitch + lane_id() % 4 * 16;
+  }
+
+  // `x`: the chunk of column 0 (columns are x_pitch apart), at lane_offset.
   NINFERC_DEVICE void add(u32 stage, u32 x) {
     Rows rows[G::mtiles];
 #pragma unroll
     for (u32 m = 0; m < G::mtiles; ++m) rows[m].load(stage, m);
+    if constexpr (G::Traits::grouped_int) {
+      whole.add(rows, x);
+    } else {
 #pragma unroll
-    for (u32 first = 0; first < 4; first += group_steps) {
-      u32 a[G::mtiles][group_steps][2][4];
+      for (u32 step = 0; step < 4; ++step) {
+        u32 a[G::mtiles][2][4];
 #pragma unroll
-      for (u32 s = 0; s < group_steps; ++s)
+        for (u32 m = 0; m < G::mtiles; ++m) rows[m].unpack(step, a[m]);
 #pragma unroll
-        for (u32 m = 0; m < G::mtiles; ++m) rows[m].unpack(first + s, a[m][s]);
-#pragma unroll
-      for (u32 t = 0; t < G::ntiles; ++t) {
-        u32x4 b[group_steps];
-#pragma unroll
-        for (u32 s = 0; s < group_steps; ++s) b[s] = ld_shared<u32x4>(x + t * 8 * G::x_pitch + (first + s) * 64);
-        // Products that add to the same sum do not follow each other: each takes long, several can be on their way.
-        if constexpr (G::Traits::grouped_int) {
-          f32 part[G::mtiles][4] = {};
-#pragma unroll
-          for (u32 s = 0; s < group_steps; ++s)
-#pragma unroll
-            for (u32 half = 0; half < 2; ++half)
-#pragma unroll
-              for (u32 m = 0; m < G::mtiles; ++m) multiply(part[m], a[m][s], b[s], half);
-#pragma unroll
-          for (u32 m = 0; m < G::mtiles; ++m) {
-            const f32x2 scale = rows[m].scale(first);
-            sum[m][t][0] = fmaf(part[m][0], scale.x, sum[m][t][0]);
-            sum[m][t][1] = fmaf(part[m][1], scale.x, sum[m][t][1]);
-            sum[m][t][2] = fmaf(part[m][2], scale.y, sum[m][t][2]);
-            sum[m][t][3] = fmaf(part[m][3], scale.y, sum[m][t][3]);
-          }
-        } else {
+        for (u32 t = 0; t < G::ntiles; ++t) {
+          const u32x4 b = ld_shared<u32x4>(x + t * 8 * G::x_pitch + step * 64);
+          // Products that add to the same sum do not follow each other: each takes long, several can be on their way.
 #pragma unroll
           for (u32 half = 0; half < 2; ++half)
 #pragma unroll
-            for (u32 m = 0; m < G::mtiles; ++m) multiply(sum[m][t], a[m][0], b[0], half);
+            for (u32 m = 0; m < G::mtiles; ++m) multiply(sum[m][t], a[m], b, half);
         }
       }
     }
+  }
+
+  // After the last chunk of a slice.
+  NINFERC_DEVICE void settle() {
+    if constexpr (G::Traits::grouped_int) whole.settle(sum);
   }
 
   // One lane's share of a matrix tile: rows lane / 4 and lane / 4 + 8 (index `half`).
@@ -265,19 +263,31 @@ struct ChunkProduct {
         if constexpr (format == Format::bf16) {
 #pragma unroll
           for (u32 i = 0; i < 4; ++i) out[half][i] = word[i];
-        } else if constexpr (format == Format::q4g64) {
-          unpack_q4(word[step], out[half]);
-        } else if constexpr (format == Format::q5g64) {
-          unpack_q5(word[step], step % 2 ? high[half][step / 2] >> 8 : high[half][step / 2], out[half]);
-        } else if constexpr (format == Format::q6g64) {
-          if (step % 2) unpack_q6<2>(word[step], high[half][step / 2], out[half]);
-          else unpack_q6<0>(word[step], high[half][step / 2], out[half]);
-        } else if constexpr (format == Format::w8g32) {
-          unpack_w8(word[step % 2 * 2], word[step % 2 * 2 + 1], out[half]);
         } else if constexpr (format == Format::nvfp4) {
           unpack_nvfp4(word[step], scales[half][step / 2], out[half]);
         } else {
           unpack_fp8(word[step % 2 * 2], word[step % 2 * 2 + 1], out[half]);
+        }
+      }
+    }
+
+    // Integer codes of a step as a fragment of signed bytes.
+    NINFERC_DEVICE void bytes(u32 step, u32 (&out)[4]) const {
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half) {
+        const u32x4& slab = words[half][G::slabs == 2 ? step / 2 : 0];
+        const u32 word[4] = {slab.x, slab.y, slab.z, slab.w};
+        u32 &first = out[half], &second = out[half + 2];
+        if constexpr (format == Format::q4g64) {
+          bytes_q4(word[step], first, second);
+        } else if constexpr (format == Format::q5g64) {
+          bytes_q5(word[step], step % 2 ? high[half][step / 2] >> 8 : high[half][step / 2], first, second);
+        } else if constexpr (format == Format::q6g64) {
+          if (step % 2) bytes_q6<2>(word[step], high[half][step / 2], first, second);
+          else bytes_q6<0>(word[step], high[half][step / 2], first, second);
+        } else {
+          first = word[step % 2 * 2];
+          second = word[step % 2 * 2 + 1];
         }
       }
     }
