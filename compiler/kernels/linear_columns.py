@@ -252,7 +252,7 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
 
 
 def _claims_fit(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
-    """What claiming asks of a tile: blocks that can take any, that stay for further ones, with copies less than a tile ahead."""
+    """What claiming asks of a tile: blocks that can take any and stay for more, with copies less than a tile ahead."""
     if not caps.bulk_copy or not tile.resident or tile.split or product.bucket > product.block_columns:
         return False
     share = product.chunks // product.slices * (block_segments(product, tile) * product.slices // tile.warps_k)
@@ -427,7 +427,8 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         f"{16 * tile.mtiles * pair_of(product, tile)} rows a tile{' (gate and up mixed)' if tile.mixed else ''}, K in "
         f"{product.segments * product.slices} slices, {tile.stages} stages, activations "
         f"{'resident' if tile.resident else 'streamed'}{', a segment per block' if tile.split else ''}"
-        f"{', segments meet in a cluster' if tile.clustered else ''}{', tiles claimed' if tile.claimed else ''}, dependents released {tile.release}",
+        f"{', segments meet in a cluster' if tile.clustered else ''}{', tiles claimed' if tile.claimed else ''}"
+        f", dependents released {tile.release}",
     )
 
 

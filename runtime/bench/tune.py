@@ -54,7 +54,8 @@ class Choice:
         single = [tile for tile in ranked if tile.blocks_per_sm == 1]
         fresh = [tile for tile in ranked if tile.blocks_per_sm == 0]
         best = list(dict.fromkeys(itertools.chain(ranked[: count // 3], single[: count // 6], fresh[: count // 6])))
-        finest = sorted(single[: 2 * count], key=lambda tile: tiles_of(self.product, tile) // teams_of(self.product, tile), reverse=True)
+        rounds = {tile: tiles_of(self.product, tile) // teams_of(self.product, tile) for tile in single[: 2 * count]}
+        finest = sorted(rounds, key=lambda tile: -rounds[tile])
         claimed = [claiming(self.product, tile, self.caps) for tile in (*best, *finest[: count // 3])]
         tiles = list(dict.fromkeys([self.tile, *best, *(tile for tile in claimed if tile)]))
         yield tiles
