@@ -112,7 +112,8 @@ class Tile:
     """How it is computed: see geometry.cuh. ``blocks_per_sm``: resident blocks that the grid is sized for (0: one block
     per tile). ``split``: a block computes one segment. ``release``: when dependents may start: early, late or end.
     ``warpgroup``: products of four warps at once (warpgroup.cuh). ``mixed``: gate and up rows share a matrix tile.
-    ``clustered``: split, and the blocks of a tile are a cluster whose sums meet in shared memory (meeting.cuh)."""
+    ``clustered``: split, and the blocks of a tile are a cluster whose sums meet in shared memory (meeting.cuh). ``claimed``:
+    teams take tiles while they run (claims.cuh)."""
 
     mtiles: int
     warps_r: int
@@ -125,6 +126,7 @@ class Tile:
     warpgroup: bool = False
     mixed: bool = False
     clustered: bool = False
+    claimed: bool = False
 
 
 def slices_of(k_segment: int) -> int:
@@ -190,7 +192,7 @@ def shared_bytes(product: Product, tile: Tile, caps: DeviceCaps) -> int:
     ring = ceil((x + norm) / 128) * 128 + tile.warps_r * tile.warps_k * tile.stages * stage
     places = ceil(units_of(product, tile) / product.segments) if tile.clustered else 0
     meeting = places * ((product.segments - 1) * 512 + 8)
-    return ring + teams_of(product, tile) * (sums * (2 if tile.resident else 1) + meeting)
+    return ring + teams_of(product, tile) * (sums * (2 if tile.resident else 1) + meeting + (16 if tile.claimed else 0))
 
 
 def registers_fit(product: Product, tile: Tile) -> bool:
@@ -250,6 +252,8 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
         return False
     if tile.split and (product.segments == 1 or product.epilogue == "swiglu" or product.norm):
         return False
+    if tile.claimed and not _claims_fit(product, tile, caps):
+        return False
     if tile.clustered and not _cluster_fits(product, tile, caps):
         return False
     if tile.warpgroup and not _warpgroup_fits(product, tile, caps):
@@ -258,6 +262,14 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
         return False
     smem = shared_bytes(product, tile, caps)
     return smem <= caps.smem_block and max(1, tile.blocks_per_sm) * (smem + 1024) <= caps.smem_sm
+
+
+def _claims_fit(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
+    """What claiming asks of a tile: blocks that can take any and stay for more, with copies less than a tile ahead."""
+    if not caps.bulk_copy or not tile.resident or tile.split or product.bucket > product.block_columns:
+        return False
+    share = product.chunks // product.slices * (block_segments(product, tile) * product.slices // tile.warps_k)
+    return tile.blocks_per_sm > 0 and tile.stages - 1 < share
 
 
 def _cluster_fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
@@ -333,6 +345,12 @@ def candidates(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
             yield tile
 
 
+def claiming(product: Product, tile: Tile, caps: DeviceCaps) -> Tile | None:
+    """The tile with claims, where some teams have several tiles and it is legal."""
+    claimed = replace(tile, claimed=True, blocks_per_sm=max(1, tile.blocks_per_sm))
+    return claimed if not one_round(product, claimed, caps) and fits(product, claimed, caps) else None
+
+
 def one_round(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
     """Whether every team has at most one tile, so that slices meet once and no block begins another tile."""
     blocks = caps.sms * max(1, tile.blocks_per_sm) // sharers_of(product, tile)
@@ -383,6 +401,9 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
     if product.epilogue == "residual":
         args += ["residual", "residual_stride"]
     scratch: dict[str, int] = {}
+    if tile.claimed:
+        scratch = {"claims": 8}
+        args += scratch
     if tile.split and not tile.clustered:
         units = tiles_of(product, tile) * units_of(product, tile) * (product.bucket // product.block_columns)
         scratch = {"partials": product.segments * units * 512, "arrivals": units * 4}
@@ -401,7 +422,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
                 "column_blocks": product.bucket // product.block_columns, "segments": product.segments,
                 "slices": product.slices, "mtiles": tile.mtiles, "warps_r": tile.warps_r, "warps_k": tile.warps_k,
                 "stages": tile.stages, "resident": tile.resident, "split": tile.split, "clustered": tile.clustered,
-                "mixed": tile.mixed, "warpgroup": tile.warpgroup, "in_units": product.in_units,
+                "mixed": tile.mixed, "claimed": tile.claimed, "warpgroup": tile.warpgroup, "in_units": product.in_units,
                 "norm": norm, "keep": product.keep, "epilogue": product.epilogue, "release": tile.release,
                 "threads": threads, "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
         grid=(blocks, 1, 1),
@@ -410,7 +431,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         args=tuple(args),
         scalars=scalars,
         scratch=scratch,
-        zeroed=frozenset({"arrivals"}) & scratch.keys(),
+        zeroed=frozenset({"arrivals", "claims"}) & scratch.keys(),
         cluster=(product.segments if tile.clustered else 1, 1, 1),
         waits_first=True,
         published=("normed",) if product.keep else (),
@@ -418,7 +439,8 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         f"{16 * tile.mtiles * pair_of(product, tile)} rows a tile{' (gate and up mixed)' if tile.mixed else ''}, K in "
         f"{product.segments * product.slices} slices, {tile.stages} stages, activations "
         f"{'resident' if tile.resident else 'streamed'}{', a segment per block' if tile.split else ''}"
-        f"{', segments meet in a cluster' if tile.clustered else ''}, dependents released {tile.release}",
+        f"{', segments meet in a cluster' if tile.clustered else ''}{', tiles claimed' if tile.claimed else ''}"
+        f", dependents released {tile.release}",
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from compiler.emit.cache import Job, compile_all
 from compiler.emit.render import kernel_source
 from compiler.ir.op import ref_type
-from compiler.kernels.linear_columns import Product, Tile, candidates, choose, one_round, product_of, spec_of
+from compiler.kernels.linear_columns import Product, Tile, candidates, choose, claiming, product_of, spec_of, teams_of, tiles_of
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.program.model import Arg, Call, KernelImage, Phase
 from runtime.bench.measure import Bench
@@ -48,17 +48,16 @@ class Choice:
         return replace(spec, entry=f"{spec.entry}_{name}")
 
     def rounds(self, count: int) -> Iterator[list[Tile]]:
-        """Tiles to measure: shapes, among them those that need one round only, then for the best of them (``tile`` by then)
-        when dependents may start."""
+        """Tiles to measure: shapes, dealt beforehand and claimed, then for the best of them (``tile`` by then) when
+        dependents may start."""
         ranked = list(candidates(self.product, self.caps))
         single = [tile for tile in ranked if tile.blocks_per_sm == 1]
         fresh = [tile for tile in ranked if tile.blocks_per_sm == 0]
-        once: dict[Tile, list[Tile]] = {}  # by shape, of each the stages that rank best and the most
-        for tile in ranked:
-            if tile.blocks_per_sm < 2 and one_round(self.product, tile, self.caps):
-                once.setdefault(replace(tile, stages=0, blocks_per_sm=0), []).append(tile)
-        deep = [tile for group in list(once.values())[: count // 3] for tile in (group[0], max(group, key=lambda t: t.stages))]
-        tiles = list(dict.fromkeys(itertools.chain(ranked[: count // 2], single[: count // 4], fresh[: count // 4], deep)))
+        best = list(dict.fromkeys(itertools.chain(ranked[: count // 3], single[: count // 6], fresh[: count // 6])))
+        rounds = {tile: tiles_of(self.product, tile) // teams_of(self.product, tile) for tile in single[: 2 * count]}
+        finest = sorted(rounds, key=lambda tile: -rounds[tile])
+        claimed = [claiming(self.product, tile, self.caps) for tile in (*best, *finest[: count // 3])]
+        tiles = list(dict.fromkeys([self.tile, *best, *(tile for tile in claimed if tile)]))
         yield tiles
         yield [replace(self.tile, release=release) for release in ("early", "late")]
 

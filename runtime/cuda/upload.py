@@ -4,14 +4,20 @@ One thread reads from the page cache at a fraction of what a PCIe link takes, an
 one thread. Each thread here has buffers and a stream per device: it fills one buffer while the device reads another. It starts
 with one buffer and takes another when no other thread is page-locking memory.
 
-Measured on an H200 whose link carries 55 GB/s, 21.5 GB in the page cache, page-locking included, with the driver called through
-ctypes (``benchmarks/h200-upload.json``): 16 threads with two buffers of 4 MiB brought 39 GB/s when the buffers were pages
-registered with the driver, 33 when it had allocated them; with two of 8 MiB 37, and 25 to 29. For 16 threads to make one
-zeroed buffer of 8 MiB each took 16 ms, and 73 ms.
+Measured on an H200 whose link carries 55 GB/s, 21.5 GB in the page cache, page-locking included, with the driver called as here
+(``benchmarks/h200-upload.json``): 16 threads with two buffers of 4 MiB brought 39.4 GB/s when the buffers were pages registered
+with the driver, 33 when it had allocated them; with two of 8 MiB 37, and 25 to 29. For 16 threads to make one zeroed buffer of
+8 MiB each took 16 ms, and 73 ms.
+
+What is called for every piece is called through ctypes. With the functions of cuda.bindings, which release Python's lock too,
+and no query before a wait, ``ninferc bench --load`` brought 20.4 GB at 23.1 GB/s: a thread gave copies to the driver for 0.25 s
+and waited for 0.12 s, where those of the 39.4 GB/s took 0.10 s and 0.04 s. It is another command than that of the 39.4, so how
+much of the difference is the calls' has not been measured.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import queue
@@ -33,6 +39,7 @@ RUN = 16 << 20  # consecutive bytes that one thread takes on at a time
 REPORT = 64 << 20  # bytes after which a thread says so: it wakes the one that waits
 MAX_THREADS = 16  # per device
 BUFFERS = 2  # of a thread at most
+CUDA_VERSION = 12000  # whose declarations of the functions in ``_Calls`` are meant
 
 
 @dataclass(frozen=True)
@@ -67,19 +74,52 @@ def tasks_of(values: Sequence[tuple[Value, int, int]]) -> list[_Task]:
     return sorted(tasks, key=lambda t: (t.value.source.object_index if t.value.source else 0, t.start, t.value.rank))
 
 
+class _Calls:
+    """The driver's functions that are called for every piece, by their addresses; Python's lock is released meanwhile."""
+
+    def __init__(self) -> None:
+        pointer = ctypes.c_void_p
+        self._copy = _function("cuMemcpyHtoDAsync", ctypes.c_uint64, pointer, ctypes.c_size_t, pointer)
+        self._record = _function("cuEventRecord", pointer, pointer)
+        self._query = _function("cuEventQuery", pointer)
+        self._wait = _function("cuEventSynchronize", pointer)
+        self._busy = int(api().CUresult.CUDA_ERROR_NOT_READY)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int, event: int) -> None:
+        """Queue a copy to the device and an event behind it."""
+        _check(self._copy(target, source, nbytes, stream) or self._record(event, stream))
+
+    def wait(self, event: int) -> None:
+        """Until the copies before the event have arrived."""
+        status = self._query(event)
+        _check(self._wait(event) if status == self._busy else status)
+
+
+def _function(name: str, *arguments: Any) -> Any:
+    address, _ = call(api().cuGetProcAddress(name.encode(), CUDA_VERSION, 0), f"the NVIDIA driver's function {name}")
+    if not address:
+        raise DeviceError(f"the NVIDIA driver has no function {name}")
+    return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(int(address))
+
+
+def _check(status: int) -> None:
+    if status:
+        call((api().CUresult(status),), "copy to the device")
+
+
 class _Stage:
     """A page-locked buffer and, per device, an event that stands behind the last copy out of it."""
 
     def __init__(self, devices: Sequence[Device], buffer: PinnedBuffer | RegisteredBuffer) -> None:
         driver = api()
-        self.pending: Any = None  # the event of the device that may still be reading
-        self.events: list[Any] = []
+        self.pending: int | None = None  # the event of the device that may still be reading
+        self.events: list[int] = []
         self.buffer = buffer
         try:
             for device in devices:
                 device.activate()
                 flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value
-                self.events.append(call(driver.cuEventCreate(flags), "event"))
+                self.events.append(int(call(driver.cuEventCreate(flags), "event")))
         except BaseException:
             self.close()
             raise
@@ -99,6 +139,7 @@ class _Shared:
         self.report: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
         self.stop = threading.Event()
         self.locking: list[None] = []
+        self.calls = _Calls()
         self._registered = registered
 
     def buffer(self) -> PinnedBuffer | RegisteredBuffer:
@@ -119,7 +160,7 @@ class _Worker(threading.Thread):
     def __init__(self, shared: _Shared) -> None:
         super().__init__(daemon=True)
         self._shared = shared
-        self._streams: list[Any] = []
+        self._streams: list[int] = []
         self._stages: deque[_Stage] = deque()  # the one that was filled longest ago is first
         self.prepare = self.read = self.send = self.wait = self.finish = 0.0
 
@@ -137,7 +178,7 @@ class _Worker(threading.Thread):
             for device in self._shared.devices:
                 device.activate()
                 flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value
-                self._streams.append(call(driver.cuStreamCreate(flags), "stream"))
+                self._streams.append(int(call(driver.cuStreamCreate(flags), "stream")))
             self.prepare = perf_counter() - began
             self._copy(reader)
         finally:
@@ -151,7 +192,7 @@ class _Worker(threading.Thread):
             self.finish = perf_counter() - began
 
     def _copy(self, reader: WeightReader) -> None:
-        driver, shared, piece, unsaid, current = api(), self._shared, self._shared.piece, 0, -1
+        shared, piece, unsaid, current = self._shared, self._shared.piece, 0, -1
         while not shared.stop.is_set():
             try:
                 task = shared.tasks.get_nowait()
@@ -169,8 +210,7 @@ class _Worker(threading.Thread):
                 reader.read_into(task.value, start, stage.buffer.array[:size])
                 filled = perf_counter()
                 event = stage.events[current]
-                call(driver.cuMemcpyHtoDAsync(task.target + start, stage.buffer.address, size, stream), "copy to the device")
-                call(driver.cuEventRecord(event, stream), "copy to the device")
+                shared.calls.copy(task.target + start, stage.buffer.address, size, stream, event)
                 stage.pending = event
                 self.read, self.send = self.read + filled - began, self.send + perf_counter() - filled
             unsaid += task.end - task.start
@@ -204,7 +244,7 @@ class _Worker(threading.Thread):
         """Wait until the device has read what the buffer holds."""
         if stage.pending is not None:
             began = perf_counter()
-            call(api().cuEventSynchronize(stage.pending), "copy to the device")
+            self._shared.calls.wait(stage.pending)
             stage.pending = None
             self.wait += perf_counter() - began
 

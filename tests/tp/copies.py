@@ -36,7 +36,7 @@ class Copies:
         self._events: dict[int, tuple[int, int]] = {}
         self._buffers: dict[int, Array] = {}
         for name in ("cuStreamCreate", "cuStreamDestroy", "cuStreamSynchronize", "cuEventCreate", "cuEventDestroy",
-                     "cuEventRecord", "cuEventSynchronize", "cuMemcpyHtoDAsync", "cuMemHostRegister",
+                     "cuEventRecord", "cuEventQuery", "cuEventSynchronize", "cuMemcpyHtoDAsync", "cuMemHostRegister",
                      "cuMemHostUnregister"):  # fmt: skip
             patch.setattr(driver, name, getattr(self, name))
         patch.setattr(uploading, "PinnedBuffer", self.pinned)
@@ -118,6 +118,11 @@ class Copies:
         assert self._homes[event] == self._homes[stream], "an event of another device"
         self._events[event] = (stream, len(self._queues[stream]))
         return (OK,)
+
+    def cuEventQuery(self, event: int) -> tuple[Any]:
+        """Nothing has happened as long as nobody waits."""
+        _, count = self._events[event]
+        return (driver.CUresult.CUDA_ERROR_NOT_READY if count else OK,)
 
     def cuEventSynchronize(self, event: int) -> tuple[Any]:
         stream, count = self._events[event]

@@ -228,6 +228,36 @@ def test_a_driver_that_registers_no_memory(threads: int, copies: Copies, monkeyp
     assert 1 <= len(said) <= threads and "page-locked host memory: CUDA_ERROR_NOT_SUPPORTED" in said[0]
 
 
+@pytest.mark.parametrize("missing", ["cuMemcpyHtoDAsync", "cuEventRecord", "cuEventQuery", "cuEventSynchronize"])
+@pytest.mark.parametrize("status", [OK, driver.CUresult.CUDA_ERROR_NOT_FOUND])
+def test_a_driver_without_a_function(missing: str, status: Any, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before anything is taken, whether the driver answers with an error or with no address."""
+    real = driver.cuGetProcAddress
+    monkeypatch.setattr(driver, "cuGetProcAddress", lambda name, version, flags: (status, 0, 0)
+                        if name == missing.encode() else real(name, version, flags))  # fmt: skip
+    program = models.program("dense-small", "bf16", **OPTIONS)
+    copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
+    told = "has no function NAME" if status == OK else "'s function NAME: CUDA_ERROR_NOT_FOUND"
+    with pytest.raises(DeviceError, match=f"the NVIDIA driver ?{told.replace('NAME', missing)}$"):
+        loaded(program, WeightStore(ArtifactWeights(models.artifact("dense-small", "bf16"))), copies, 3)
+    assert copies.open == 0 and not copies.most_buffers
+
+
+@pytest.mark.parametrize("arrived_before", [False, True])
+def test_only_what_has_not_arrived_is_waited_for(arrived_before: bool, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = models.program("dense-small", "bf16", **OPTIONS)
+    copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
+    waits: list[int] = []
+    wait, query = driver.cuEventSynchronize, driver.cuEventQuery
+    monkeypatch.setattr(driver, "cuEventSynchronize", lambda event: (waits.append(event), wait(event))[1])
+    if arrived_before:  # by the time of the query the device has read everything
+        monkeypatch.setattr(driver, "cuEventQuery", lambda event: (wait(event), query(event))[1])
+    artifact = models.artifact("dense-small", "bf16")
+    loaded(program, WeightStore(ArtifactWeights(artifact)), copies, 2)
+    arrived(program, copies, artifact)
+    assert bool(waits) != arrived_before
+
+
 @pytest.mark.parametrize("nbytes", [1, 4097, 3 << 20])
 def test_registered_pages(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole buffers at addresses of huge pages, writable, one beside the other."""
@@ -280,6 +310,19 @@ def test_a_device_that_fails(copies: Copies) -> None:
     copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
     copies.fail_after = 20
     with pytest.raises(DeviceError, match="copy to the device: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        loaded(program, WeightStore(ArtifactWeights(models.artifact("dense-small", "bf16"))), copies, 4)
+    assert copies.open == 0
+
+
+@pytest.mark.parametrize("failing", ["cuEventRecord", "cuEventQuery", "cuEventSynchronize"])
+def test_an_event_that_fails(failing: str, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the driver tells of the failure, it is told, and everything is given back."""
+    program = models.program("dense-small", "bf16", **OPTIONS)
+    copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
+    real, calls = getattr(driver, failing), itertools.count()
+    monkeypatch.setattr(driver, failing, lambda *args: real(*args) if next(calls) < 10
+                        else (driver.CUresult.CUDA_ERROR_LAUNCH_FAILED,))  # fmt: skip
+    with pytest.raises(DeviceError, match="copy to the device: CUDA_ERROR_LAUNCH_FAILED; a kernel failed"):
         loaded(program, WeightStore(ArtifactWeights(models.artifact("dense-small", "bf16"))), copies, 4)
     assert copies.open == 0
 

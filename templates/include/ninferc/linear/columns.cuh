@@ -3,6 +3,7 @@
 #pragma once
 #include <ninferc/base/grid.cuh>
 #include <ninferc/linear/activations.cuh>
+#include <ninferc/linear/claims.cuh>
 #include <ninferc/linear/epilogue.cuh>
 #include <ninferc/linear/geometry.cuh>
 #include <ninferc/linear/ring.cuh>
@@ -13,6 +14,7 @@ namespace ninferc {
 // Where a warp is in its sequence of chunks: tile after tile, of each its slices in turn, of these chunk by chunk.
 template <class G>
 struct ChunkWalk {
+  static constexpr u32 unclaimed = ~0u;
   u32 first_chunk, warp_k, tile, tile_step;
   u32 slice, number, left;  // of this slice: the chunk's number over all segments, chunks from it to the end
 
@@ -26,14 +28,14 @@ struct ChunkWalk {
     number = first_chunk + slice / G::slices * G::chunks + first;
     left = G::chunks % G::slices == 0 ? G::chunks / G::slices : (G::chunks - first + G::slices - 1) / G::slices;
   }
-  // `count` chunks on, at most to the end of the slice.  True when another slice begins.
+  // `count` chunks on, at most to the end of the slice.  True when another slice begins, of a claimed tile perhaps: `unclaimed`.
   NINFERC_DEVICE bool advance(u32 count = 1) {
     number += count * G::slices;
     if ((left -= count) != 0) return false;
     slice += G::warps_k;
     if (slice >= G::all_slices) {
       slice = warp_k;
-      tile += tile_step;
+      tile = G::claimed ? unclaimed : tile + tile_step;
     }
     begin_slice();
     return true;
@@ -139,6 +141,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   const auto x_stage = [&](u32 stage) { return base + G::x_base + (stage * G::warps_k + warp_k) * G::x_bytes; };
 
   Meeting<G>::open(base);
+  if constexpr (G::claimed) ClaimsOf<G>::open(base);
   const Dealing<G> dealt(team);
   const u32 first_tile = dealt.first_tile, tile_step = dealt.tile_step, first_chunk = dealt.first_chunk;
   const Activations in = dealt.columns(args);
@@ -188,11 +191,13 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   constexpr u32 x_step = G::warps_k * G::x_bytes;
   const u32 x_end = x_stage(stages);
   u32 x_at = x_stage(0), x_fill_at = x_stage(stages - 1);
+  [[maybe_unused]] ClaimsOf<G> claims(args.claims, base, team, member);
 #pragma unroll 1
-  for (u32 tile = first_tile; tile < dealt.end_tile; tile += tile_step) {
+  for (u32 tile = first_tile; tile < dealt.end_tile; tile = G::claimed ? next.tile : tile + tile_step) {
     if constexpr (G::release == Release::late) {
       if (tile + tile_step >= dealt.end_tile) grid_launch_dependents();
     }
+    if constexpr (G::claimed) claims.ask();
     const LinearEpilogue<G> epilogue{args, tile, dealt.segment, {base, team, dealt.segment}};
     typename TotalOf<G>::Type total;
 #pragma unroll 1
@@ -220,7 +225,12 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
             ring.next();
           }
           left -= run;
-          if (next.advance(run) && next.tile < G::tiles) ring.copier.seek(next.tile, next.number);
+          if (next.advance(run)) {
+            if constexpr (G::claimed) {
+              if (next.tile == ChunkWalk<G>::unclaimed) next.tile = claims.take();
+            }
+            if (next.tile < G::tiles) ring.copier.seek(next.tile, next.number);
+          }
         }
       } else {
 #pragma unroll 1
@@ -248,6 +258,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
     }
     sums.finish(total, epilogue, tile < G::tiles);
   }
+  if constexpr (G::claimed) claims.close();
   cp_async_wait<0>();
 }
 

@@ -30,6 +30,7 @@ struct LinearArguments {
   u32 y_stride;
   f32* partials;  // split, not clustered: [segment][block of columns][tile][unit][lane][4]
   u32* arrivals;  // likewise: [block of columns][tile][unit], zero before and after
+  u32* claims;    // claimed: two words, zero before and after
   exchange::Push push;
 };
 

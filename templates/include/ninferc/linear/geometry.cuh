@@ -13,6 +13,7 @@
 // block has at most 32 columns: for more, `column_blocks` neighbouring blocks take the same tile, and all but one find its
 // weights in the L2 cache.  With `split` a block computes one segment only; the segments of a tile meet in global memory,
 // where the last to arrive adds them up: smaller pieces to deal to the multiprocessors, and half the activations in each.
+// With `claimed` teams take further tiles while they run (claims.cuh) instead of walking with the stride of the grid.
 // With `clustered` these blocks are a cluster, work on one tile per team, and meet in shared memory (meeting.cuh).
 #pragma once
 #include <ninferc/base/types.cuh>
@@ -25,7 +26,7 @@ enum class Epilogue : u32 { store, store_f32, push_f32, swiglu, residual };
 // When dependent kernels may start: at once (short kernels), with the block's last tile, or at the end of the kernel.
 enum class Release : u32 { early, late, end };
 
-// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, split, clustered, mixed, warpgroup
+// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, split, clustered, mixed, claimed, warpgroup
 // (warpgroup.cuh instead of columns.cuh), in_units (weights lie in units, see codec/units.cuh), norm, keep (the normalised activations are stored as well), release.
 template <class Config>
 struct LinearGeometry : Config {
@@ -92,10 +93,13 @@ struct LinearGeometry : Config {
   static constexpr u32 team_places = clustered ? ceil_div(units, segments) : 0;
   static constexpr u32 place_bytes = (segments - 1) * 512 + 8;
   static constexpr u32 meeting_base = sums_base + teams * sums_buffers * sums_bytes;
+  static constexpr bool claimed = Config::claimed;
+  static constexpr u32 claims_base = meeting_base + teams * team_places * place_bytes;
+  static constexpr u32 claims_bytes = claimed ? 16 : 0;
+  static constexpr u32 barriers_base = claims_base + teams * claims_bytes;
 
   // Units come by bulk copies where there are such: an mbarrier per stage.
   static constexpr bool in_units = Config::in_units, bulk = in_units && NINFERC_HAS_BULK_COPY;
-  static constexpr u32 barriers_base = meeting_base + teams * team_places * place_bytes;
   static constexpr u32 warp_barriers = bulk ? Config::stages * 8 : 0;
   static constexpr u32 smem_bytes = barriers_base + warps_r * warps_k * warp_barriers;
 
@@ -108,6 +112,8 @@ struct LinearGeometry : Config {
   static_assert(Config::resident || Config::stages >= 3, "ordering activations takes one stage of the ring");
   static_assert(!Config::split || (segments > 1 && !swiglu && !Config::norm), "only rows of parallel parts are split");
   static_assert(!clustered || (Config::split && Config::column_blocks == 1), "a cluster is the segments of a tile");
+  static_assert(!claimed || (Config::resident && !Config::split && Config::column_blocks == 1), "resident blocks take any tile");
+  static_assert(!claimed || Config::stages - 1 < chunks / slices * slices_per_warp, "copies are less than a tile ahead");
   static_assert(!Config::norm || Config::resident, "the norm needs the whole activations");
   static_assert(!Config::warpgroup || (!Config::resident && whole_x && mtiles == 1 && warps_r % 4 == 0 && !Traits::grouped_int),
                 "warpgroup products take one matrix tile per warp, whole chunks, scales on weights or on rows");
