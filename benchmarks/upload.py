@@ -6,9 +6,6 @@ All tensors of the artifact go to one device by ``runtime.cuda.upload``, with no
 included. The file is read once before, so that it lies in the page cache. Rows say where the threads' time went
 (``runtime.cuda.upload.UploadTimes``), what page-locking alone costs, and the link's own rate; samples of every tensor are read
 back. One JSON row a line; what cannot be done is a row with ``error``.
-
-``h200-upload.json`` is of commit 2b40aa3, which had more cases: the driver was called through ctypes, without Python's lock
-(``released``, as here) or with it (``held``), threads had one to four buffers, and the file's mapping was registered.
 """
 
 from __future__ import annotations

@@ -4,15 +4,12 @@ One thread reads from the page cache at a fraction of what a PCIe link takes, an
 one thread. Each thread here has buffers and a stream per device: it fills one buffer while the device reads another. It starts
 with one buffer and takes another when no other thread is page-locking memory.
 
-Measured on an H200 whose link carries 55 GB/s, 21.5 GB in the page cache, page-locking included, with the driver called as here
-(``benchmarks/h200-upload.json``): 16 threads with two buffers of 4 MiB brought 39.4 GB/s when the buffers were pages registered
-with the driver, 33 when it had allocated them; with two of 8 MiB 37, and 25 to 29. For 16 threads to make one zeroed buffer of
-8 MiB each took 16 ms, and 73 ms.
+Measured on an H200 whose link carries 55 GB/s, page-locking included (``benchmarks/h200-upload.json``): 16 threads with two
+buffers of 4 MiB brought 37 and 43 GB/s when the buffers were pages registered with the driver, 25 when it had allocated them;
+12 threads 48, 4 threads 21. Pieces of 2 MiB brought 14: every piece costs Python its lock.
 
-What is called for every piece is called through ctypes. With the functions of cuda.bindings, which release Python's lock too,
-and no query before a wait, ``ninferc bench --load`` brought 20.4 GB at 23.1 GB/s: a thread gave copies to the driver for 0.25 s
-and waited for 0.12 s, where those of the 39.4 GB/s took 0.10 s and 0.04 s. It is another command than that of the 39.4, so how
-much of the difference is the calls' has not been measured.
+What is called for every piece is called through ctypes, and an event is queried before it is waited for: ``ninferc bench
+--load`` brings 38 GB/s so, and brought 23 on another machine with the functions of cuda.bindings.
 """
 
 from __future__ import annotations
