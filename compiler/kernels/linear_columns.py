@@ -297,8 +297,8 @@ def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
     for split, clustered in meetings:
         all_slices = product.slices * (1 if split else product.segments)
         spread = [k for k in range(all_slices, 0, -1) if all_slices % k == 0]
-        for warps_r, warps_k, stages, blocks in itertools.product(range(1, 21), spread, (2, 3, 4, 6, 8, 12), (0, 1, 2, 3)):
-            if warps_r * warps_k > 24 or (stages > 6 and warps_k > 2) or (few and warps_r > (6 if warps_k > 2 else 20)):
+        for warps_r, warps_k, stages, blocks in itertools.product(range(1, 21), spread, (2, 3, 4, 5, 6), (0, 1, 2, 3)):
+            if warps_r * warps_k > (32 if few else 24) or (few and warps_r > (8 if warps_k > 1 else 12)):
                 continue
             for mtiles, mixed in sizes:
                 for resident in (True, False) if product.bucket <= 16 else (False,):

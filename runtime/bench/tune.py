@@ -56,6 +56,7 @@ class Choice:
         best = list(dict.fromkeys(itertools.chain(ranked[: count // 3], single[: count // 6], fresh[: count // 6])))
         rounds = {tile: tiles_of(self.product, tile) // teams_of(self.product, tile) for tile in single[: 2 * count]}
         finest = sorted(rounds, key=lambda tile: -rounds[tile])
+        best += [tile for tile in ranked if tile.warps_r * tile.warps_k > 20 and tile.blocks_per_sm < 2][: count // 6]
         claimed = [claiming(self.product, tile, self.caps) for tile in (*best, *finest[: count // 3])]
         tiles = list(dict.fromkeys([self.tile, *best, *(tile for tile in claimed if tile)]))
         yield tiles

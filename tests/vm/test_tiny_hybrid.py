@@ -55,8 +55,8 @@ def test_reference_continuations() -> None:
         assert tokens == reference["output_ids"], reference["name"]
 
 
-# Two neighbouring windows whose text is as hard as that of all 98 (tests/gpu/test_quality.py): perplexity of two neighbours goes
-# from 16 to 42, that of the first two is 28.1.
+# Two neighbouring windows whose text is as hard as that of all 98 (tests/gpu/test_quality.py): the perplexity of two neighbours
+# is 16 to 42, that of the first two 28.1.
 TYPICAL = range(24, 26)
 
 
