@@ -291,13 +291,14 @@ def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
     """All legal tiles of a wide net."""
     release = "early" if weight_bytes(product) < EARLY_RELEASE else "late"
     few = product.few
+    stages_tried = (2, 3, 4, 5, 6) if few else (2, 3, 4, 6)
     swiglu = product.epilogue == "swiglu"
     sizes = [(1, False), (2, False)] if not swiglu else [(1, few), (2, False), (4, False)]  # matrix tiles, mixed
     meetings = ((False, False), (True, False), (True, True)) if product.segments > 1 else ((False, False),)
     for split, clustered in meetings:
         all_slices = product.slices * (1 if split else product.segments)
         spread = [k for k in range(all_slices, 0, -1) if all_slices % k == 0]
-        for warps_r, warps_k, stages, blocks in itertools.product(range(1, 21), spread, (2, 3, 4, 5, 6), (0, 1, 2, 3)):
+        for warps_r, warps_k, stages, blocks in itertools.product(range(1, 21), spread, stages_tried, (0, 1, 2, 3)):
             if warps_r * warps_k > (32 if few else 24) or (few and warps_r > (8 if warps_k > 1 else 12)):
                 continue
             for mtiles, mixed in sizes:
