@@ -130,10 +130,9 @@ class Tile:
 
 
 def slices_of(k_segment: int) -> int:
-    """Slices that K of one segment is cut into: at most 8 of at least 5 chunks, so that the fewest warps idle."""
+    """Slices that K of one segment is cut into: at most 8, equal, of at least 5 chunks (fewer chunks are one slice)."""
     chunks = ceil(k_segment / CHUNK)
-    allowed = [s for s in range(1, MAX_SLICES + 1) if chunks // s >= MIN_CHUNKS] or [1]
-    return min(allowed, key=lambda s: (ceil(chunks / s) * s, -s))
+    return max(s for s in range(1, MAX_SLICES + 1) if s == 1 or (chunks % s == 0 and chunks // s >= MIN_CHUNKS))
 
 
 def block_segments(product: Product, tile: Tile) -> int:

@@ -394,6 +394,8 @@ def test_no_race(product: Product, tile: Tile) -> None:
 
 def test_slices_depend_on_k_of_one_segment() -> None:
     assert [slices_of(k) for k in (128, 640, 1280, 3072, 5120, 6144, 8704, 17408)] == [1, 1, 2, 4, 8, 8, 4, 8]
+    for chunks in range(1, 300):  # equal slices: warps that claim tiles must come to the end of one in the same round
+        assert chunks % slices_of(128 * chunks) == 0 and slices_of(128 * chunks) == slices_of(128 * chunks - 8)
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_120a"])

@@ -3,7 +3,8 @@
 //
 // A team's first tile is fixed; each further one it claims from a counter in global memory, asked for when the team begins a
 // tile and known long before the copies of the next begin.  Its first warp claims, the others wait at an mbarrier for the
-// number.  The last team to end leaves the counter as it was.
+// number.  They come to it in the same round of slices, which are equal, so that nobody waits for a number whose claimer waits at
+// the meeting of that round.  The last team to end leaves the counter as it was.
 #pragma once
 #include <ninferc/base/async.cuh>
 #include <ninferc/base/grid.cuh>

@@ -113,6 +113,7 @@ struct LinearGeometry : Config {
   static_assert(!Config::split || (segments > 1 && !swiglu && !Config::norm), "only rows of parallel parts are split");
   static_assert(!clustered || (Config::split && Config::column_blocks == 1), "a cluster is the segments of a tile");
   static_assert(!claimed || (Config::resident && !Config::split && Config::column_blocks == 1), "resident blocks take any tile");
+  static_assert(chunks % slices == 0, "slices are equal: the warps of a team come to the end of a tile in the same round");
   static_assert(!claimed || Config::stages - 1 < chunks / slices * slices_per_warp, "copies are less than a tile ahead");
   static_assert(!Config::norm || Config::resident, "the norm needs the whole activations");
   static_assert(!Config::warpgroup || (!Config::resident && whole_x && mtiles == 1 && warps_r % 4 == 0 && !Traits::grouped_int),
