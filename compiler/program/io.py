@@ -25,7 +25,7 @@ from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.model.spec import ModelSpec
 from compiler.program.model import Arg, ArtifactIdentity, Call, KernelImage, Phase, Placement, Program
 
-VERSION = 4
+VERSION = 5
 MANIFEST = "program.json"
 HEAD = '{"ninferc_program":%d,"sha256":"%s","program":'  # then the content that the digest covers, then "}"
 MAX_MANIFEST = 256 << 20
