@@ -24,7 +24,7 @@ UNIT_FORMATS = {
     "FP8_E4M3FN_ROW_BF16S": ("fp8_row", 128),
 }
 READERS = frozenset({"linear", "linear_swiglu", "linear_residual", "embed"})  # ops whose kernels know units
-SCRATCH = 64 << 20  # bytes of device memory for rearranging, while loading
+SCRATCH = 64 << 20  # bytes of device memory for rearranging, while loading, at most (or one block of rows)
 PLANES = {"codes": "w_codes", "words": "w_codes", "base": "w_codes", "high": "w_high", "scales": "w_scales",
           "scale": "w_scales"}  # fmt: skip
 
@@ -72,7 +72,7 @@ def arranged_weights(values: Iterable[Value]) -> Iterator[tuple[Value, int]]:
 @dataclass(frozen=True)
 class UnitWeight:
     """A weight to bring into units. ``planes``: offsets in it by kernel argument; ``block_bytes`` of scratch for each of at
-    most ``blocks`` blocks of threads."""
+    most ``blocks`` blocks of threads, which take its blocks of rows one by one."""
 
     value: Value
     format: str
@@ -83,12 +83,12 @@ class UnitWeight:
 
     @property
     def blocks(self) -> int:
-        return max(1, SCRATCH // self.block_bytes)
+        return max(1, min(SCRATCH // self.block_bytes, self.rows // _block_rows(self.format)))
 
     @property
-    def row_blocks(self) -> int:
-        """Blocks of rows, which are arranged one by one."""
-        return self.rows // _block_rows(self.format)
+    def scratch(self) -> int:
+        """Bytes for all blocks of threads."""
+        return self.blocks * self.block_bytes
 
 
 def _block_rows(format: str) -> int:

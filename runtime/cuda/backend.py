@@ -12,7 +12,7 @@ import numpy as np
 from compiler.control import FAULT, egress_extent
 from compiler.ir.op import Array
 from compiler.ir.types import DTYPE_BYTES, Kind
-from compiler.kernels.arrange import SCRATCH, UnitWeight, arrange_entry, arranged_weights, unit_weights, units_entry
+from compiler.kernels.arrange import UnitWeight, arrange_entry, arranged_weights, unit_weights, units_entry
 from compiler.passes.schedule import CHANNEL
 from compiler.passes.shard import at
 from compiler.program.model import DEVICE_REGIONS, EGRESS, EXCHANGE, RING, Arg, Phase, Placement, Program
@@ -47,6 +47,8 @@ class CudaBackend:
         self._buffers: list[PinnedBuffer] = []
         self.exchange: Exchange | None = None
         self._phases: dict[str, GraphPhase | EagerPhase] = {}
+        in_units = unit_weights(program.values, (op for phase in program.phases.values() for op in phase.ops()))
+        self._in_units = [[weight for weight in in_units if weight.value.rank == rank] for rank in range(program.tp)]
         try:
             self.free_at_start = [self._check(device) for device in self.devices]
             began = time.perf_counter()
@@ -101,6 +103,7 @@ class CudaBackend:
             raise DeviceError(f"device {device.index} is to run {len(ranks)} ranks: a test mode, for programs compiled for "
                               f"{info.sms // len(ranks)} multiprocessors (this one: {self.program.caps.sms})")  # fmt: skip
         need = sum(self.program.regions[rank].get(name, 0) for name in (*DEVICE_REGIONS, EXCHANGE) for rank in ranks)
+        need += max((weight.scratch for rank in ranks for weight in self._in_units[rank]), default=0)  # while loading
         if need > info.free:
             raise DeviceError(f"device {device.index} ({info.name}): {need / 2**30:.2f} GiB are needed, "
                               f"{info.free / 2**30:.2f} GiB are free; lower --max-context or --max-concurrency")  # fmt: skip
@@ -192,12 +195,10 @@ class CudaBackend:
         for value, nbytes in arranged_weights(program.values.values()):
             words = self.address(program.placements[value.name])
             self._launch(arrange_entry(arch), value.rank, {"words": words}, {"pieces": nbytes // 16})
-        found = unit_weights(program.values, (op for phase in program.phases.values() for op in phase.ops()))
-        by_rank = [[weight for weight in found if weight.value.rank == rank] for rank in range(program.tp)]
-        for device, weights in zip(self.devices, by_rank, strict=True):
+        for device, weights in zip(self.devices, self._in_units, strict=True):
             if not weights:
                 continue
-            scratch = device.allocate(max(SCRATCH, *(weight.block_bytes for weight in weights)), "rearranging weights")
+            scratch = device.allocate(max(weight.scratch for weight in weights), "rearranging weights")
             for weight in weights:
                 self._arrange_units(weight, scratch)
             device.release(scratch)  # waits
@@ -207,7 +208,7 @@ class CudaBackend:
         pointers = {name: at + weight.planes[name] if name in weight.planes else None for name in
                     ("w_codes", "w_high", "w_scales")}  # fmt: skip
         self._launch(entry, weight.value.rank, {**pointers, "scratch": scratch}, {"rows": weight.rows, "chunks": weight.chunks},
-                     min(weight.blocks, weight.row_blocks))  # fmt: skip
+                     weight.blocks)  # fmt: skip
 
     def _launch(self, entry: str, rank: int, pointers: Mapping[str, int | None], numbers: Mapping[str, int],
                 most_blocks: int = 1 << 30) -> None:  # fmt: skip

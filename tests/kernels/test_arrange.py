@@ -31,8 +31,9 @@ from compiler.kernels.arrange import (
     units_spec,
 )
 from compiler.kernels.linear_columns import FORMATS
-from compiler.program.model import Arg
+from compiler.program.model import DEVICE_REGIONS, EXCHANGE, Arg
 from runtime.cuda import backend
+from runtime.cuda.driver import DeviceError
 from tests.cli.fake_driver import FakeDriver
 from tests.compile import instantiations
 from tests.kernels.encoded_weights import _PLANES, DEVICE_BITS, arranged, units
@@ -99,7 +100,7 @@ def test_units_in_place(kernel_backend: Any, format: str, n: int, k: int, blocks
         part[:] = units(format, _PLANES[plane.name], part.copy(), n, k)
     assert not np.array_equal(wanted, before)
     assert np.array_equal(after, wanted)
-    assert found.row_blocks * found.block_bytes == layout_of(format).planes(format, (n, k))[0].nbytes
+    assert found.blocks * found.block_bytes == layout_of(format).planes(format, (n, k))[0].nbytes  # one block for each
 
 
 def test_units_are_told_from_the_shape() -> None:
@@ -113,7 +114,8 @@ def test_scratch_holds_a_block_of_rows_of_every_launch() -> None:
     for format in UNIT_FORMATS:
         for n, k in ((34816, 5120), (5120, 17408), (248320, 5120)):
             found = unit_weight(weight(format, n, k))
-            assert 16 <= found.blocks and found.blocks * found.block_bytes <= SCRATCH
+            assert 16 <= found.blocks and found.scratch == found.blocks * found.block_bytes <= SCRATCH
+        assert unit_weight(weight(format, 128, 16 * SCRATCH)).blocks == 1
 
 
 def test_a_weight_is_read_in_one_order() -> None:
@@ -174,5 +176,30 @@ def test_loading_arranges_every_weight_once(monkeypatch: pytest.MonkeyPatch, tp:
         rows, chunks = int(args["rows"].number), int(args["chunks"].number)
         seen.append((what, planes, rows, chunks))
         bytes_of_block = {w.block_bytes for w in wanted if (w.rows, w.chunks) == (rows, chunks)}
-        assert 1 <= blocks <= SCRATCH // max(bytes_of_block) and args["scratch"].kind == "pointer"
+        assert 1 <= blocks <= max(w.scratch for w in wanted) // max(bytes_of_block) and args["scratch"].kind == "pointer"
     assert sorted(map(str, seen)) == sorted(map(str, expected))
+
+
+@pytest.mark.parametrize(("tp", "devices"), [(1, [0]), (2, [0, 1]), (2, [0, 0])])
+def test_room_for_arranging_is_known_before_loading(monkeypatch: pytest.MonkeyPatch, tp: int, devices: list[int]) -> None:
+    """What the largest weight needs counts; of two ranks on one device only one is arranged at a time."""
+    fake = FakeDriver(count=2).install(monkeypatch)
+    read = MagicMock()
+    for name in ("GraphPhase", "Exchange", "choose", "check_pointers"):
+        monkeypatch.setattr(backend, name, MagicMock())
+    monkeypatch.setattr(backend, "upload", read)
+    artifact = instantiations.artifact(instantiations.TINY)
+    target = replace(caps("sm_90a"), sms=66)
+    program = compile_program(artifact, target, CompileOptions(max_context=512, tp=tp), images=False)
+    shared = [rank for rank in range(tp) if devices[rank] == devices[0]]
+    plan = sum(program.regions[rank].get(name, 0) for name in (*DEVICE_REGIONS, EXCHANGE) for rank in shared)
+    wanted = unit_weights(program.values, (op for phase in program.phases.values() for op in phase.ops()))
+    scratch = max(weight.scratch for weight in wanted)
+    assert 0 < scratch <= SCRATCH
+    fake.free = plan + scratch - 1
+    with pytest.raises(DeviceError, match="GiB are needed"):
+        backend.CudaBackend(program, MagicMock(), devices)
+    assert not fake.allocated and not read.called
+    fake.free = plan + scratch
+    backend.CudaBackend(program, MagicMock(), devices)
+    assert read.called
