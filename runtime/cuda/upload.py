@@ -6,7 +6,7 @@ with one buffer and takes another when no other thread is page-locking memory.
 
 Measured on an H200 whose link carries 55 GB/s, page-locking included (``benchmarks/h200-upload.json``): 16 threads with two
 buffers of 4 MiB brought 37 and 43 GB/s when the buffers were pages registered with the driver, 25 when it had allocated them;
-12 threads 48, 4 threads 21. Pieces of 2 MiB brought 14: every piece costs Python its lock.
+12 threads 48, 4 threads 21. Pieces of 2 MiB brought 14.
 
 What is called for every piece is called through ctypes, and an event is queried before it is waited for: ``ninferc bench
 --load`` brings 38 GB/s so, and brought 23 on another machine with the functions of cuda.bindings.

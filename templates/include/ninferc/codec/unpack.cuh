@@ -128,14 +128,11 @@ NINFERC_DEVICE void bytes_q6(u32 codes, u32 high, u32& even, u32& odd) {
 // Eight activations in natural order, brought into the column order of the format.
 template <Format format>
 NINFERC_DEVICE u32x4 order_columns(u32x4 x) {
+  static_assert(!FormatTraits<format>::grouped_int, "activations of integer products are digits (linear/integers.cuh)");
   if constexpr (format == Format::bf16 || format == Format::nvfp4) {
     return x;
-  } else if constexpr (FormatTraits<format>::nibbles) {
-    return u32x4{prmt(x.x, x.z, 0x5410), prmt(x.x, x.z, 0x7632), prmt(x.y, x.w, 0x5410), prmt(x.y, x.w, 0x7632)};
-  } else if constexpr (format == Format::w8g32) {
-    return u32x4{prmt(x.x, x.y, 0x5410), prmt(x.x, x.y, 0x7632), prmt(x.z, x.w, 0x5410), prmt(x.z, x.w, 0x7632)};
   } else {
-    const u32x4 w = order_columns<Format::w8g32>(x);
+    const u32x4 w{prmt(x.x, x.y, 0x5410), prmt(x.x, x.y, 0x7632), prmt(x.z, x.w, 0x5410), prmt(x.z, x.w, 0x7632)};
     return u32x4{hmul2_bf16_exact(w.x, fp8_activation), hmul2_bf16_exact(w.y, fp8_activation), hmul2_bf16_exact(w.z, fp8_activation),
                  hmul2_bf16_exact(w.w, fp8_activation)};
   }

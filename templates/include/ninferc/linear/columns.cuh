@@ -24,7 +24,8 @@ struct ChunkWalk {
     begin_slice();
   }
   NINFERC_DEVICE void begin_slice() {
-    number = first_chunk + slice / G::slices * G::chunks + slice % G::slices;
+    const u32 first = slice % G::slices;
+    number = first_chunk + slice / G::slices * G::chunks + first;
     left = G::chunks / G::slices;
   }
   // `count` chunks on, at most to the end of the slice.  True when another slice begins, of a claimed tile perhaps: `unclaimed`.
