@@ -9,8 +9,6 @@ from typing import Any
 from compiler.program.model import Arg, Call, KernelImage
 from runtime.cuda.driver import api, call
 
-MOST_SHARED = 100  # percent of a multiprocessor's memory
-
 
 class Modules:
     """Every kernel of a program as a CUkernel, loaded before any graph is instantiated (lazy loading behind a polling
@@ -26,13 +24,8 @@ class Modules:
             handle = call(driver.cuLibraryGetKernel(library, entry.encode()), f"kernel {entry}")
             self.kernels[entry] = handle
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            division = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             for device in devices:
                 device.activate()
-                # A multiprocessor changes the division between cache and shared memory only when nothing runs on it: with one
-                # division for all, the blocks of a kernel can start beside those of the kernel before.
-                call(driver.cuKernelSetAttribute(division, MOST_SHARED, handle, device.handle),
-                     f"kernel {entry}: division of shared memory")  # fmt: skip
                 if kernel.spec.smem > 0:  # static and dynamic together may pass 48 KiB
                     call(driver.cuKernelSetAttribute(attribute, kernel.spec.smem, handle, device.handle),
                          f"kernel {entry}: {kernel.spec.smem} bytes of shared memory")  # fmt: skip
