@@ -42,20 +42,24 @@ def example_kernels(arch: str) -> tuple[Kernel, ...]:
     return (*one, *new, *inst.tool_kernels(arch))
 
 
-@pytest.mark.parametrize("arch", [pytest.param("sm_75", marks=pytest.mark.slow), *TARGETS[1:]])
+WHOLE = ("sm_80", "sm_90a", "sm_120a")  # of the others by default one kernel of each template
+
+
+@pytest.mark.parametrize("arch", [arch if arch in WHOLE else pytest.param(arch, marks=pytest.mark.slow) for arch in TARGETS])
 def test_example_on_every_target(arch: str, cache: Path) -> None:
     check(example_kernels(arch), arch, cache)
 
 
-def test_templates_on_turing(cache: Path) -> None:
-    of_template = {kernel.spec.template: kernel for kernel in reversed(example_kernels("sm_75"))}
+@pytest.mark.parametrize("arch", [arch for arch in TARGETS if arch not in WHOLE])
+def test_templates_on_other_targets(arch: str, cache: Path) -> None:
+    of_template = {kernel.spec.template: kernel for kernel in reversed(example_kernels(arch))}
     assert len(of_template) > 20
-    check(tuple(of_template.values()), "sm_75", cache)
+    check(tuple(of_template.values()), arch, cache)
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a", pytest.param("sm_75", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_75", "sm_120a"))])
 def test_27b_step(arch: str, cache: Path) -> None:
-    check(inst.kernels("qwen3.8-27b/nvfp4", arch, STEP if arch == "sm_120a" else (*STEP, (1, 24))), arch, cache)
+    check(inst.kernels("qwen3.8-27b/nvfp4", arch, (*STEP, (1, 24))), arch, cache)
 
 
 @pytest.mark.slow

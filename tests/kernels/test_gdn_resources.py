@@ -77,10 +77,11 @@ def layer_site(columns: int) -> tuple[LayerOps, dict[str, dict[str, TensorType]]
     return LayerOps(*(op for op, _ in sites)), {op.kind: types for op, types in sites}
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", [arch if arch in ("sm_80", "sm_90a", "sm_120a") else pytest.param(arch, marks=pytest.mark.slow)
+                                  for arch in ARCHES])  # fmt: skip
 def test_the_fused_kernel_keeps_everything_in_registers(arch: str) -> None:
-    """Every number of columns, whatever is settled; one column with everything settled fits beside the end of a chain of
-    products, which leaves a quarter of the registers (compiler/kernels/linear_chain.py)."""
+    """Every number of columns, whatever is settled; one column with everything settled fits beside products,
+    which leave a quarter of the registers."""
     target = caps(arch)
     for width, settled in [(1, "hidden"), (1, "state"), (1, "nothing"), (8, "hidden"), (8, "nothing"), (32, "hidden")]:
         ops, types = layer_site(width)

@@ -324,7 +324,8 @@ def in_rows(spec: KernelSpec, product: Product, tile: Tile, target: DeviceCaps) 
     return replace(spec, entry=f"{spec.entry}_rows", smem=smem, params={**spec.params, "in_units": False, "smem": smem})
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [pytest.param(name, marks=[pytest.mark.slow] if name[:2] in ("Q4", "Q5") else [])
+                                    for name in FORMATS])  # fmt: skip
 def test_bits_do_not_depend_on_how_weights_lie(kernel_backend: Any, format: str) -> None:
     """In rows and in units, whole and half ones, one and several matrix tiles, bands that do not exist, warps past the end."""
     rng, n = np.random.default_rng(12), 256 if format == "NVFP4" else 96
@@ -398,7 +399,8 @@ def test_slices_depend_on_k_of_one_segment() -> None:
         assert chunks % slices_of(128 * chunks) == 0 and slices_of(128 * chunks) == slices_of(128 * chunks - 8)
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_120a"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_86", "sm_90a", pytest.param("sm_80", marks=pytest.mark.slow),
+                                  pytest.param("sm_120a", marks=pytest.mark.slow)])  # fmt: skip
 def test_a_tile_fits_every_production_shape(arch: str) -> None:
     target = caps(arch)
     shapes = [(34816, 5120, 1, "swiglu"), (5120, 17408, 2, "residual"), (5120, 6144, 2, "residual"), (16384, 5120, 1, "store"),

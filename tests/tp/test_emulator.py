@@ -57,7 +57,7 @@ def test_slices_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(2, SAMPLED, "host", fused=False) == alone(True)
 
 
-@pytest.mark.parametrize("limit", [0, 1 << 30], ids=["slices", "words"])
+@pytest.mark.parametrize("limit", [pytest.param(0, id="slices", marks=pytest.mark.slow), pytest.param(1 << 30, id="words")])
 def test_prefill_chunks_of_two_ranks(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """A chunk of fewer rows than its kernels have room for: rows past the count are neither sent nor awaited. Products send
     their tiles over peer memory; exchanges send words or slices over the host."""

@@ -55,7 +55,7 @@ class Recovery:
             array[:] = 0
 
 
-@pytest.mark.parametrize("left_behind", LEFT_BEHIND)
+@pytest.mark.parametrize("left_behind", [pytest.param(LEFT_BEHIND[0], marks=pytest.mark.slow), LEFT_BEHIND[1]])
 @pytest.mark.parametrize(("transport", "prefill", "fused", "sampling"), [
     ("peer", "chunks", True, Sampling()), ("host", "chunks", True, SAMPLED),
     ("peer", "chunks", False, Sampling()), ("peer", "none", True, SAMPLED)],
