@@ -14,24 +14,19 @@ from math import ceil
 
 from compiler.ir.op import Op, require
 from compiler.ir.types import IRError, TensorType
-from compiler.kernels.arrange import in_units
+from compiler.kernels.arrange import UNIT_FORMATS, in_units
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.ops.exchange_residual import PUSH_COLUMNS
 from compiler.profiles import tile_fields
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 64)
 BLOCK_COLUMNS = 32  # columns of a block: accumulators of more do not fit the registers
-# artifact name -> (name in kernels, bytes of 128 columns in the code plane and in that of high bits, and of the scales of 16
-# rows of them); the figures repeat those of geometry.cuh, which checks the sum
-FORMATS = {
-    "BF16": ("bf16", 256, 0, 0),
-    "Q4G64_F16S": ("q4g64", 64, 0, 64),
-    "Q5G64_F16S": ("q5g64", 64, 16, 64),
-    "Q6G64_F16S": ("q6g64", 64, 32, 64),
-    "W8G32_F16S": ("w8g32", 128, 0, 128),
-    "NVFP4": ("nvfp4", 64, 0, 128),
-    "FP8_E4M3FN_ROW_BF16S": ("fp8_row", 128, 0, 0),
-}
+# bytes of 128 columns in the plane of high bits, and of the scales of 16 rows of them
+_HIGH = {"Q5G64_F16S": 16, "Q6G64_F16S": 32}
+_SCALES = {"Q4G64_F16S": 64, "Q5G64_F16S": 64, "Q6G64_F16S": 64, "W8G32_F16S": 128, "NVFP4": 128}
+# artifact name -> (name in kernels, bytes of 128 columns in the code plane, _HIGH, _SCALES); the figures repeat those of
+# geometry.cuh, which checks the sum
+FORMATS = {name: (*known, _HIGH.get(name, 0), _SCALES.get(name, 0)) for name, known in UNIT_FORMATS.items()}
 # Registers of a thread besides what grows with its sums.
 _REGISTERS = {"bf16": 56, "q4g64": 58, "q5g64": 66, "q6g64": 70, "w8g32": 60, "nvfp4": 58, "fp8_row": 54}
 GROUPED = frozenset({"q4g64", "q5g64", "q6g64", "w8g32"})
@@ -242,8 +237,7 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
     warps, all_slices = tile.warps_r * tile.warps_k, block_segments(product, tile) * product.slices
     if all_slices % tile.warps_k or warps > 32 or tile.warps_r % pair_of(product, tile):
         return False
-    meets = tile.warps_k * pair_of(product, tile) > 1 or not tile.resident  # at named barriers
-    if meets and teams_of(product, tile) + tile.warps_k > 15:
+    if teams_of(product, tile) + tile.warps_k > 15:  # named barriers
         return False
     if tile.stages < (2 if tile.resident else 3) or (product.norm and not tile.resident):
         return False
@@ -348,13 +342,8 @@ def candidates(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
 def claiming(product: Product, tile: Tile, caps: DeviceCaps) -> Tile | None:
     """The tile with claims, where some teams have several tiles and it is legal."""
     claimed = replace(tile, claimed=True, blocks_per_sm=max(1, tile.blocks_per_sm))
-    return claimed if not one_round(product, claimed, caps) and fits(product, claimed, caps) else None
-
-
-def one_round(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
-    """Whether every team has at most one tile, so that slices meet once and no block begins another tile."""
-    blocks = caps.sms * max(1, tile.blocks_per_sm) // sharers_of(product, tile)
-    return tiles_of(product, tile) <= teams_of(product, tile) * blocks
+    teams = teams_of(product, tile) * (caps.sms * claimed.blocks_per_sm // sharers_of(product, tile))
+    return claimed if teams < tiles_of(product, tile) and fits(product, claimed, caps) else None
 
 
 @cache
