@@ -30,7 +30,7 @@ from runtime.cuda.device import Device, rank_caps
 from runtime.cuda.driver import DeviceError
 from runtime.cuda.graph import GraphPhase
 from runtime.cuda.modules import Modules, PackedArgs
-from runtime.cuda.transport import HOST, PEER, STAGED, TRANSPORTS, Staging, peer_access
+from runtime.cuda.transport import HOST, PEER, STAGED, TILES_OVER, TRANSPORTS, Staging, peer_access
 
 DELAY_NS = 4000
 WIDTH = 5120  # hidden width of the 27B models: a column is 20 KiB of FP32 partial sums
@@ -230,8 +230,8 @@ class _Products:
 def bench_fused(devices: Sequence[int], columns: int = 1, transport: str = PEER, exchanges: int = 128,
                 replays: int = 20) -> list[ExchangeRow]:  # fmt: skip
     """What an exchange of ``columns`` columns adds to a graph of products [5120, 3072], residual and norm: sent by the product
-    (fused: words of few columns, tiles of many) and by a kernel of its own. Both give the same bits on both ranks, or
-    DeviceError is raised."""
+    (fused: words of few columns, tiles of many where the transport carries them) and by a kernel of its own. Both give the
+    same bits on both ranks, or DeviceError is raised."""
     import time
 
     pair, caps = _open(devices, transport)
@@ -246,7 +246,7 @@ def bench_fused(devices: Sequence[int], columns: int = 1, transport: str = PEER,
         every = [spec for ranks in links.values() for both in ranks for spec in both]
         modules = _load([begin, *bare, *every], pair, caps)
         chain = Chain(pair, modules, Links(begin, bare), WIDTH, columns, products.wire, transport, products.mail(links), 1,
-                      caps.programmatic_edges, tiles=transport != STAGED)  # fmt: skip
+                      caps.programmatic_edges, tiles=transport in TILES_OVER)  # fmt: skip
         products.place(chain, every)
         seconds, digests = {}, {}
         for how, specs in links.items():

@@ -1,7 +1,7 @@
 """A run of the example model that touches every kernel of a small program a few times: what a memory checker executes.
 
-``python -m tests.gpu.small_run [brief]`` prints the tokens. Eager launches, so that a report names one kernel. ``brief``: as
-few launches as take every kind of step, for tools that make a kernel hundreds of times slower.
+``python -m tests.gpu.small_run [PART]`` prints the tokens. Eager launches, so that a report names one kernel. ``PART``, for
+tools that make a kernel hundreds of times slower, is one of PARTS: as few launches as take every kind of step, shared out.
 """
 
 from __future__ import annotations
@@ -22,26 +22,36 @@ OPTIONS: dict[str, Any] = {"max_context": 192, "max_concurrency": 2, "prefill_ch
 SAMPLED = Sampling(0.9, 0.95, 20, 0.0, 1.0, 0.2, seed=7)
 
 
-def run(backend: Backend, brief: bool = False) -> list[list[int]]:
-    """Two lanes through two prefill chunks and short ones, greedy and sampled; then a prompt through four decode columns and a
-    token through one."""
-    session, tokens = Session(backend, depth=0), 2 if brief else 3
-    lanes = [session.submit(Request(list(range(300, 330 if brief else 370)), tokens)),
-             session.submit(Request(list(range(500, 520)), tokens, sampling=SAMPLED))]  # fmt: skip
-    got: dict[int, list[int]] = {lane: [] for lane in lanes}
+PARTS = ("prefill", "decode")
+
+
+def _run(session: Session, requests: list[Request]) -> list[list[int]]:
+    """The requests at once, each on a lane of its own: their tokens."""
+    got: dict[int, list[int]] = {session.submit(request): [] for request in requests}
     while session.active:
         for emission in session.advance():
             got[emission.lane].append(emission.token)
-    wide = Session(backend, prefill="none", depth=0, columns=4)
-    last = Request(list(range(40, 44 if brief else 48)), tokens)
-    return [*got.values(), [emission.token for emission in wide.generate(last)]]
+    return list(got.values())
+
+
+def run(backend: Backend, part: str = "") -> list[list[int]]:
+    """Two lanes through two prefill chunks and short ones, greedy and sampled; then a prompt through four decode columns and a
+    token through one. Parts: a chunk and its first token; steps of two lanes, of four columns, of one."""
+    chunks, wide = Session(backend, depth=0), Session(backend, prefill="none", depth=0, columns=4)
+    if part == "prefill":
+        return _run(chunks, [Request(list(range(300, 330)), 1)])
+    if part == "decode":
+        lanes = [Request([300 + lane], 1, sampling=sampling) for lane, sampling in enumerate((Sampling(0.0), SAMPLED))]
+        return [*_run(Session(backend, prefill="none", depth=0), lanes), *_run(wide, [Request(list(range(40, 44)), 2)])]
+    lanes = [Request(list(range(300, 370)), 3), Request(list(range(500, 520)), 3, sampling=SAMPLED)]
+    return [*_run(chunks, lanes), *_run(wide, [Request(list(range(40, 48)), 3)])]
 
 
 def main() -> None:
     program = card.compiled(models.artifact("example"), Device(0).caps(), CompileOptions(**OPTIONS))
     backend = CudaBackend(program, models.store("example"), [0], eager=True)
     try:
-        print(json.dumps(run(backend, sys.argv[1:] == ["brief"])))
+        print(json.dumps(run(backend, *sys.argv[1:])))
     finally:
         backend.close()
 

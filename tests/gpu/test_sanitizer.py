@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
@@ -33,7 +33,7 @@ def checker() -> str | None:
 
 def execute(prefix: Sequence[str], arguments: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
     command = [*prefix, sys.executable, "-m", "tests.gpu.small_run", *arguments]
-    stands_for = {"NINFERC_TEST_AS": RACES_AS} if "brief" in arguments else {}
+    stands_for = {"NINFERC_TEST_AS": RACES_AS} if arguments else {}
     return subprocess.run(command, cwd=models.ROOT, capture_output=True, text=True, timeout=seconds,
                           env={**stands_for, **os.environ})  # fmt: skip
 
@@ -50,15 +50,18 @@ def expected(arguments: tuple[str, ...]) -> list[list[int]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tool, arguments", [
     pytest.param(("memcheck", "--leak-check", "no"), (), id="memcheck"),
-    pytest.param(("racecheck", "--racecheck-report", "all"), ("brief",), id="racecheck"),
+    *(pytest.param(("racecheck", "--racecheck-report", "all"), (part,), id=f"racecheck-{part}") for part in small_run.PARTS),
 ])  # fmt: skip
 def test_nothing_is_found(tool: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     program = checker()
     if program is None:
         pytest.skip("compute-sanitizer is not installed; it is a part of the CUDA toolkit")
     want = expected(arguments)
-    done = execute([program, "--tool", *tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only",
-                    "--print-limit", "20"], arguments, LIMIT)  # fmt: skip
+    try:
+        done = execute([program, "--tool", *tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only",
+                        "--print-limit", "20"], arguments, LIMIT)  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"not done in {LIMIT} s; so far: {bytes(late.stdout or b'')[-4000:].decode(errors='replace')}")
     if UNSUPPORTED in done.stdout + done.stderr:
         pytest.skip(f"compute-sanitizer: {UNSUPPORTED}")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -67,20 +70,24 @@ def test_nothing_is_found(tool: tuple[str, ...], arguments: tuple[str, ...]) -> 
     assert json.dumps(want) in lines
 
 
-@pytest.mark.parametrize("brief, counts", [(False, [3, 3, 3]), (True, [2, 2, 2])])
-def test_the_run_takes_every_kind_of_step(brief: bool, counts: list[int]) -> None:
+def test_the_run_takes_every_kind_of_step() -> None:
     """What the tool executes, on the Python VM: every phase of the program is launched, and the tokens come."""
     program = compile_program(models.artifact("example"), card.emulated(), CompileOptions(**small_run.OPTIONS), images=False)
-    backend = VMBackend(Machine(program, models.store("example"), "engine"))
     launched: list[str] = []
-    launch = backend.launch
+    taken, counts = {}, {}
+    for part in ("", *small_run.PARTS):
+        backend = VMBackend(Machine(program, models.store("example"), "engine"))
+        launch = backend.launch
 
-    def noting(phase: str) -> None:
-        launched.append(phase)
-        launch(phase)
+        def noting(phase: str, launch: Callable[[str], None] = launch) -> None:
+            launched.append(phase)
+            launch(phase)
 
-    backend.launch = noting  # type: ignore[method-assign]
-    tokens = small_run.run(backend, brief)
-    assert [len(lane) for lane in tokens] == counts
-    assert set(launched) == set(program.phases) and launched.count("prefill") == (2 if brief else 3)
-    assert not brief or len(launched) <= 7
+        backend.launch = noting  # type: ignore[method-assign]
+        counts[part] = [len(lane) for lane in small_run.run(backend, part)]
+        taken[part] = launched.copy()
+        launched.clear()
+    assert set(taken[""]) == set(program.phases) and taken[""].count("prefill") == 3 and counts[""] == [3, 3, 3]
+    brief = [phase for part in small_run.PARTS for phase in taken[part]]
+    assert set(brief) == set(program.phases) and len(brief) == 4, taken
+    assert counts["prefill"] == [1] and counts["decode"] == [1, 1, 2]

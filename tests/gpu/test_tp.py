@@ -190,10 +190,10 @@ def test_prefill_has_one_value_over_transports(pair: Pair, monkeypatch: pytest.M
     runs += [(t, False, False, {}) for t in transports(pair)[:-1]]
     runs += [(transports(pair)[0], True, True, {}), (transports(pair)[0], False, True, {"fused": False})]
     for transport, eager, tiles, options in runs:
-        monkeypatch.setattr("runtime.cuda.transport.TILES_OVER", frozenset({"peer", "host"} if tiles else ()))
+        monkeypatch.setattr("runtime.cuda.transport.TILES_OVER", frozenset({"peer"} if tiles else ()))
         with opened(pair, name, 2, transport, eager, exchange_prefill=wire, **options) as backend:
             assert backend.exchange is not None  # 2: blocks that need not send may wait, each rank having a device
-            assert backend.exchange.tiles == (1 + pair[1] if tiles and transport != "staged" else 0)
+            assert backend.exchange.tiles == (1 + pair[1] if tiles and transport == "peer" else 0)
             session = Session(CheckedBackend(backend))
             for _ in range(3):  # slots and numbers of earlier chunks stand there
                 found = np.concatenate(list(session.score(ids))).tobytes()

@@ -158,7 +158,7 @@ struct ActivationCopier {
       if constexpr (digits) {
         const bool mine = total % workers == 0 || index < total;
         const u32x4 x = mine ? ld_shared<u32x4>(stage + offset(index)) : u32x4{0, 0, 0, 0};
-        // Half a warp has the pieces of a column, and put_digits exchanges them before it stores: all have been read by then.
+        sync_warp();  // half a warp has the pieces of a column: all are read before digits take their place
         put_digits<G>(stage + index / 16 * G::x_pitch, index % 16, x, mine);
       } else {
         if (total % workers != 0 && index >= total) break;
