@@ -10,7 +10,9 @@ import ctypes
 import functools
 import os
 import re
+import shutil
 import struct
+import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -112,6 +114,64 @@ class Kernel:
     arch: int
     checked: bool
     library: ctypes.CDLL
+    path: Path
+
+
+class _Hazard(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint) for name in ("kind", "byte", "thread", "other", "place", "other_place", "count")] + [
+        (name, ctypes.c_bool) for name in ("dynamic", "same_warp", "equal")]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """Two accesses of shared memory that nothing orders, found ``count`` times at these places.
+
+    ``kind``: RAW (a load after a store), WAR, WAW; ``equal``: the stores are of the same values. ``byte`` of the static or the
+    dynamic shared memory. ``thread`` accesses after ``other``, which is "mbarrier" for what completes on one."""
+
+    kernel: str
+    kind: str
+    equal: bool
+    same_warp: bool
+    memory: str
+    byte: int
+    thread: int
+    other: int | str
+    place: str
+    other_place: str
+    count: int
+
+    def __str__(self) -> str:
+        scope = "in a warp" if self.same_warp else "across warps"
+        return (f"{self.kernel}: {self.kind}{' of equal values' if self.equal else ''} {scope}, byte {self.byte} of {self.memory} "
+                f"shared memory, {self.count} times: thread {self.thread} at {self.place} after {self.other} at {self.other_place}")
+
+
+def _places(path: Path, offsets: set[int]) -> dict[int, str]:
+    """Lines of the kernel's source by offset in its object: innermost first, callers after it."""
+    program = shutil.which("addr2line") or shutil.which("llvm-addr2line")
+    if program is None or not offsets:
+        return {offset: f"offset {offset:#x}" for offset in offsets}
+    names: dict[int, str] = {}
+    for offset in offsets:
+        lines = subprocess.run([program, "-s", "-i", "-e", str(path), hex(offset)], capture_output=True, text=True,
+                               check=True).stdout.split("\n")  # fmt: skip
+        short = [line.split(" (")[0] for line in lines if line and not line.startswith(("vec.cuh", "ninferc_emulator", "mma.cuh", "async.cuh", "??"))]
+        names[offset] = " < ".join(short) or f"offset {offset:#x}"
+    return names
+
+
+def _hazards(kernel: Kernel) -> list[Hazard]:
+    """What the last launch has found."""
+    found = (_Hazard * 1024)()
+    count = min(_engine().ninferc_emulator_hazards(found, 1024), 1024)
+    places = _places(kernel.path, {place for h in found[:count] for place in (h.place, h.other_place)})
+    return [
+        Hazard(kernel.name, ("RAW", "WAR", "WAW")[h.kind], h.equal, h.same_warp, "dynamic" if h.dynamic else "static", h.byte,
+               h.thread, h.other if h.other != 0xFFFFFFFF else "mbarrier", places[h.place], places[h.other_place], h.count)
+        for h in found[:count]
+    ]  # fmt: skip
+
 
 
 _KERNEL = re.compile(
@@ -165,7 +225,7 @@ def compile_module(source: str, defines: Mapping[str, object] | None = None, inc
         codes, sizes, threads = ctypes.create_string_buffer(256), (ctypes.c_int * 256)(), ctypes.c_uint()
         count = library[f"ninferc_emulator_describe_{name}"](codes, sizes, ctypes.byref(threads))
         parameters = tuple((chr(codes.raw[i]), sizes[i]) for i in range(count))
-        kernels[name] = Kernel(name, parameters, threads.value, arch, checked, library)
+        kernels[name] = Kernel(name, parameters, threads.value, arch, checked, library, path)
     return kernels
 
 
@@ -250,7 +310,7 @@ def launch(kernel: Kernel, grid: int | Sequence[int], block: int | Sequence[int]
            smem_bytes: int = 0, schedule_seed: int = 0, *, concurrency: int | str = 1, cluster: int = 1,
            programmatic: bool = False, constants: Sequence[int] = (),
            memory: Sequence[DeviceArray | np.ndarray[Any, Any]] = (),
-           limit_seconds: float = 60.0) -> None:
+           limit_seconds: float = 60.0, hazards: list[Hazard] | None = None) -> None:
     """Runs a kernel; writable array arguments are updated in place.
 
     args           per parameter: a C-contiguous numpy array or DeviceArray or None (pointers), a number, or bytes (structs).
@@ -264,6 +324,7 @@ def launch(kernel: Kernel, grid: int | Sequence[int], block: int | Sequence[int]
                    before it touch only the arguments listed (by position) in ``constants``
     memory         further memory the kernel reaches through addresses stored in memory, or that array arguments view
     limit_seconds  processor time after which the launch is stopped
+    hazards        takes all hazards of a checked kernel, which otherwise end the launch
 
     Raises EmulatorError naming block, thread and cause: bounds, misalignment, deadlock, divergence, missing wait.
     """
@@ -312,13 +373,16 @@ def launch(kernel: Kernel, grid: int | Sequence[int], block: int | Sequence[int]
         ctypes.cast(kernel.library[f"ninferc_emulator_entry_{kernel.name}"], ctypes.c_void_p).value,
         ctypes.cast(kernel.library["ninferc_emulator_touch"], ctypes.c_void_p).value,
         ctypes.addressof(pointers), (ctypes.c_uint * 3)(*grid3), (ctypes.c_uint * 3)(*block3), smem_bytes,
-        SHARED_LIMIT[kernel.arch], STATIC_SHARED_LIMIT, max(1, resident), int(programmatic), int(kernel.checked),
+        SHARED_LIMIT[kernel.arch], STATIC_SHARED_LIMIT, max(1, resident), int(programmatic), int(kernel.checked) + int(kernel.checked and hazards is not None),
         len(devices), cluster,
         schedule_seed, ctypes.addressof(regions), limit_seconds)
     with _lock:
         failed = _engine().ninferc_emulator_run(ctypes.byref(request))
         message = _engine().ninferc_emulator_message().decode(errors="replace") if failed else ""
+        found = _hazards(kernel) if kernel.checked and hazards is not None else []
     host.copy_back()
+    if hazards is not None:
+        hazards.extend(found)
     if failed:
         raise EmulatorError(f"kernel {kernel.name} (seed {schedule_seed}): {message}")
     for argument, device in devices:

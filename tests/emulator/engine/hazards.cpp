@@ -1,0 +1,255 @@
+// Checked kernels: accesses to shared memory that nothing orders, as NVIDIA's race checker defines them, whatever the schedule.
+//
+// Of each word the last store and the loads since then are kept, by thread, as long as they may still be part of a hazard.
+// ldmatrix reads a row for the lane that gives its address and for those that get it; stmatrix likewise. A cp.async is its
+// thread's store, from the issue until the wait nobody's to touch; a bulk copy or a store of the cluster is its mbarrier's.
+#include "runtime.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+namespace ninferc_emulator {
+
+struct Entry { u32 clock, lanes, place; u8 warp, bytes; bool store, pending; };
+struct Word { Entry* entries; u32 count, room; };
+static Word* words;
+static u64 image_begin[2], image_end[2];  // of the engine and of the kernel
+static u32 block_words;
+static Hazard hazards[1024];
+static u32 hazard_count;
+
+// A store over an unordered one, until it is known whether it changed the value.
+static struct { bool held; const u8* pointer; u32 bytes; u8 before[16]; Hazard hazard; Fiber* fiber; } overwrite;
+
+// Words of a block: static memory, then dynamic memory from a multiple of 16.
+static u32 dynamic_word() { return (engine.static_bytes + 15) / 16 * 4; }
+static u64 byte_of(const void* pointer) {
+  const u8* p = static_cast<const u8*>(pointer);
+  if (p >= engine.static_shared && p < engine.static_shared + engine.static_bytes) return u64(p - engine.static_shared);
+  return u64(p - current()->block->dynamic_shared) + 4 * dynamic_word();
+}
+
+static void note(const Hazard& h, Fiber* fiber) {
+  if (!engine.collect) {
+    char who[64];
+    static const char* const mine[] = {"load", "store", "store"};
+    static const char* const theirs[] = {"store", "load", "store"};
+    if (h.other < agents_from()) __builtin_snprintf(who, sizeof(who), "thread %u", h.other);
+    else __builtin_snprintf(who, sizeof(who), "a copy on an mbarrier");
+    ninferc_emulator_thread = &fiber->info;
+    fail("race: %s of byte %u of %s shared memory and %s by %s are not ordered by a barrier%s", mine[h.kind], h.byte,
+         h.dynamic ? "dynamic" : "static", theirs[h.kind], who, h.equal ? " (equal values)" : "");
+  }
+  for (u32 i = 0; i < hazard_count; ++i) {
+    Hazard& known = hazards[i];
+    if (known.kind == h.kind && known.place == h.place && known.other_place == h.other_place &&
+        known.equal == h.equal && known.same_warp == h.same_warp) {
+      ++known.count;
+      return;
+    }
+  }
+  if (hazard_count < sizeof(hazards) / sizeof(hazards[0])) hazards[hazard_count++] = h;
+}
+
+// Called before anything else runs after an instrumented store.
+static void settle_shared() {
+  if (!overwrite.held) return;
+  overwrite.held = false;
+  overwrite.hazard.equal = memcmp(overwrite.pointer, overwrite.before, overwrite.bytes) == 0;
+  note(overwrite.hazard, overwrite.fiber);
+}
+
+// The lanes of an entry that are not ordered before an access by `lanes` of a warp, all of which know `known`.
+static u32 unordered(const Entry& e, u32 warp, u32 lanes, const Clock* known) {
+  if (e.pending) return e.lanes;
+  const u32* ticks = known->ticks + e.warp * 32;
+  u32 bad = 0;
+  for (u32 rest = e.lanes; rest; rest &= rest - 1) {
+    const u32 lane = u32(__builtin_ctz(rest));
+    if (e.clock > ticks[lane]) bad |= 1u << lane;
+  }
+  if (e.warp == warp && (lanes & (lanes - 1)) == 0) bad &= ~lanes;
+  return bad;
+}
+
+// An access by lanes of a warp with one clock. `pointer`: the store follows in the kernel's own code.
+static void touch(Block* block, u64 first, u64 bytes, bool store, u32 warp, u32 lanes, u32 tick, const Clock* known, u32 place,
+                  Fiber* fiber, const void* pointer, bool pending) {
+  const u64 end = first + bytes;
+  for (u64 at = first / 4; at < (end + 3) / 4; ++at) {
+    const u64 low = first > 4 * at ? first - 4 * at : 0, high = end < 4 * at + 4 ? end - 4 * at : 4;
+    const u8 mask = u8((1u << high) - (1u << low));
+    Word& word = words[u64(block_words) * block->slot + at];
+    bool merged = false;
+    for (u32 i = 0; i < word.count;) {
+      Entry& e = word.entries[i];
+      if (!(e.bytes & mask)) { ++i; continue; }
+      const bool conflict = store || e.store;
+      const u32 bad = unordered(e, warp, lanes, known);
+      if (conflict && bad) {
+        const u32 base = 4 * dynamic_word(), byte = u32(4 * at) + u32(__builtin_ctz(e.bytes & mask));
+        Hazard h{};
+        h.kind = !store ? 0 : e.store ? 2 : 1;
+        h.dynamic = byte >= base;
+        h.byte = h.dynamic ? byte - base : byte;
+        h.same_warp = e.warp == warp;
+        h.thread = warp * 32 + u32(__builtin_ctz(lanes));
+        h.other = e.warp * 32 + u32(__builtin_ctz(bad));
+        h.place = place;
+        h.other_place = e.place;
+        h.count = 1;
+        if (h.kind == 2 && pointer && bytes <= 16 && !overwrite.held) {
+          overwrite = {true, static_cast<const u8*>(pointer), u32(bytes), {}, h, fiber};
+          memcpy(overwrite.before, pointer, bytes);
+        } else if (!(h.kind == 2 && pointer && bytes <= 16)) {
+          note(h, fiber);
+        }
+      }
+      if (!store && !e.store && bad == 0) {
+        e.bytes &= u8(~mask);  // who comes after this load comes after that one
+      } else if (!store && !e.store && e.warp == warp && e.clock == tick && e.place == place && e.bytes == mask) {
+        e.lanes |= lanes;
+        merged = true;
+      } else if (store) {
+        e.bytes &= u8(~mask);
+      }
+      if (e.bytes == 0) e = word.entries[--word.count];
+      else ++i;
+    }
+    if (merged) continue;
+    if (word.count == word.room) {
+      word.room = word.room ? 2 * word.room : 4;
+      word.entries = static_cast<Entry*>(realloc(word.entries, word.room * sizeof(Entry)));
+      if (!word.entries) fail("out of memory");
+    }
+    word.entries[word.count++] = {tick, lanes, place, u8(warp), mask, store, pending};
+  }
+}
+
+u32 place_of(const void* address) {
+  const u64 a = reinterpret_cast<u64>(address);
+  return a >= image_begin[1] && a < image_end[1] ? u32(a - image_begin[1]) - 1 : 0;
+}
+
+static void check_thread(Fiber* f, u64 first, u64 bytes, bool store, u32 place, const void* pointer, bool pending) {
+  touch(f->block, first, bytes, store, f->warp->index, 1u << f->info.lane, f->tick, f->known, place, f, pointer, pending);
+}
+
+void check_shared(const void* pointer, u64 bytes, bool store, u32 place) {
+  if (!engine.checked) return;
+  settle_overwrite();
+  check_thread(current(), byte_of(pointer), bytes, store, place, nullptr, false);
+}
+
+// By several lanes at once, each on behalf of the others too.
+void check_shared_lanes(Warp* w, u32 lanes, const void* pointer, u64 bytes, bool store, u32 place) {
+  if (!engine.checked) return;
+  settle_overwrite();
+  const u64 first = byte_of(pointer);
+  for (u32 rest = lanes; rest;) {
+    Fiber* f = w->fibers[__builtin_ctz(rest)];
+    u32 alike = 0;
+    for (u32 others = rest; others; others &= others - 1) {
+      const u32 lane = u32(__builtin_ctz(others));
+      if (w->fibers[lane]->known == f->known && w->fibers[lane]->tick == f->tick) alike |= 1u << lane;
+    }
+    rest &= ~alike;
+    touch(w->block, first, bytes, store, w->index, alike, f->tick, f->known, place, f, nullptr, false);
+  }
+}
+
+void check_copy(const void* pointer, u64 bytes, u32 place) {
+  if (!engine.checked) return;
+  settle_overwrite();
+  check_thread(current(), byte_of(pointer), bytes, true, place, nullptr, true);
+}
+// Its thread has waited for the copy: from now on it is an ordinary store.
+void settle_copy(const void* pointer, u64 bytes) {
+  if (!engine.checked) return;
+  const Fiber* f = current();
+  const u64 first = byte_of(pointer);
+  for (u64 at = first / 4; at < (first + bytes + 3) / 4; ++at) {
+    Word& word = words[u64(block_words) * f->block->slot + at];
+    for (u32 i = 0; i < word.count; ++i) {
+      Entry& e = word.entries[i];
+      if (!e.pending || e.warp != f->warp->index || e.lanes != 1u << f->info.lane) continue;
+      e.pending = false;
+      e.clock = f->tick;
+    }
+  }
+}
+
+// The issuing thread must have the place to itself; then it is the mbarrier's until the phase is complete.
+void check_bulk_copy(Block* to, const MBarrier& m, u32 address, u64 bytes, u32 place) {
+  if (!engine.checked) return;
+  settle_overwrite();
+  Fiber* f = current();
+  const u32 dynamic = shared_dynamic_base();
+  const u64 first = address >= dynamic ? address - dynamic + 4 * dynamic_word() : address - shared_window;
+  if (to == f->block) check_thread(f, first, bytes, true, place, nullptr, false);
+  for (u64 at = first / 4; at < (first + bytes) / 4; ++at) {
+    Word& word = words[u64(block_words) * to->slot + at];
+    if (to != f->block)  // ordered before it is what came before the meeting of the cluster
+      for (u32 i = 0; i < word.count; ++i) {
+        const Entry& e = word.entries[i];
+        if (e.warp * 32u >= engine.block_threads) continue;
+        const Fiber& other = to->fibers[e.warp * 32 + u32(__builtin_ctz(e.lanes))];
+        if (e.clock < other.cluster_tick) continue;
+        const u32 base = 4 * dynamic_word(), byte = u32(4 * at);
+        note({u32(e.store ? 2 : 1), byte >= base ? byte - base : byte, f->info.linear, other.info.linear, place, e.place, 1,
+              byte >= base, false, false}, f);
+      }
+    word.count = 0;
+    if (word.room == 0) {
+      word.room = 4;
+      word.entries = static_cast<Entry*>(malloc(word.room * sizeof(Entry)));
+      if (!word.entries) fail("out of memory");
+    }
+    word.entries[word.count++] = {m.tick + 1, 1u << (m.agent % 32), place, u8(agent_warp(m.agent)), 15, true, false};
+  }
+}
+
+// An mbarrier is used: its initialisation must come before.
+void check_barrier_use(u32 address, u32 place) {
+  if (!engine.checked) return;
+  settle_overwrite();
+  Fiber* f = current();
+  const u32 dynamic = shared_dynamic_base();
+  const u64 first = address >= dynamic ? address - dynamic + 4 * dynamic_word() : address - shared_window;
+  const Word& word = words[u64(block_words) * f->block->slot + first / 4];
+  for (u32 i = 0; i < word.count; ++i) {
+    const Entry& e = word.entries[i];
+    const u32 bad = unordered(e, f->warp->index, 1u << f->info.lane, f->known);
+    if (!e.store || !bad) continue;
+    const u32 base = 4 * dynamic_word();
+    note({0, u32(first >= base ? first - base : first), f->info.linear, e.warp * 32 + u32(__builtin_ctz(bad)), place, e.place, 1,
+          first >= base, e.warp == f->warp->index, false}, f);
+  }
+}
+
+static void start_hazards() {
+  hazard_count = 0;
+  overwrite.held = false;
+  block_words = dynamic_word() + (engine.dynamic_bytes + 3) / 4;
+  words = static_cast<Word*>(calloc(u64(block_words) * (engine.resident + 1) + 1, sizeof(Word)));
+  if (!words) fail("out of memory");
+}
+static void end_hazards() {
+  for (u64 i = 0; words && i < u64(block_words) * (engine.resident + 1); ++i) free(words[i].entries);
+  free(words);
+  words = nullptr;
+}
+static void forget_words(const Block* b) {
+  for (u32 i = 0; i < block_words; ++i) words[u64(block_words) * b->slot + i].count = 0;
+}
+
+}  // namespace ninferc_emulator
+
+extern "C" unsigned ninferc_emulator_hazards(ninferc_emulator::Hazard* out, unsigned room) {
+  using namespace ninferc_emulator;
+  for (u32 i = 0; i < hazard_count && i < room; ++i) {
+    out[i] = hazards[i];
+    if (out[i].other >= agents_from()) out[i].other = ~0u;
+  }
+  return hazard_count;
+}
