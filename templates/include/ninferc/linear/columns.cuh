@@ -110,14 +110,13 @@ struct Team {
   }
 };
 
-// What only the end of a tile reads, row scales and the divisor, comes as far as L2 while the block waits: after the last tile
-// nothing would hide the way from memory. By the first warp of a team.
+// What only the end of a tile reads comes while the block waits: the divisor, and row scales as far as L2 (by the first warp of a
+// team).
 template <class G>
-NINFERC_DEVICE void prefetch_scales(const LinearArguments& args, const Dealing<G>& dealt, u32 member) {
-  if (member != 0) return;
-  if constexpr (G::format == Format::nvfp4) {
-    if (lane_id() == 0) prefetch_l2(args.divisor);
-  } else if constexpr (G::format == Format::fp8_row) {
+NINFERC_DEVICE void prefetch_scales(LinearArguments& args, const Dealing<G>& dealt, u32 member) {
+  if constexpr (G::format == Format::nvfp4) args.divided_by = ld_nc<f32>(args.divisor);
+  if constexpr (G::format == Format::fp8_row) {
+    if (member != 0) return;
     for (u32 tile = dealt.first_tile + lane_id() * dealt.tile_step; tile < G::tiles; tile += 32 * dealt.tile_step) {
 #pragma unroll
       for (u32 group = 0; group < G::subtiles; ++group) {
@@ -199,7 +198,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
       if (tile + tile_step >= dealt.end_tile) grid_launch_dependents();
     }
     if constexpr (G::claimed) claims.ask();
-    const LinearEpilogue<G> epilogue{args, tile, dealt.segment, {base, team, dealt.segment}};
+    const LinearEpilogue<G> epilogue(args, tile, dealt.segment, {base, team, dealt.segment}, sums.turn());
     typename TotalOf<G>::Type total;
 #pragma unroll 1
     for (u32 slice = warp_k; slice < G::all_slices; slice += G::warps_k) {
