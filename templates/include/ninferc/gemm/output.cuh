@@ -104,6 +104,7 @@ NINFERC_DEVICE void put(const f32 (&d)[4 * blocks], RowScales scale, u32 staging
         if constexpr (S::store == Store::residual) a += bf16x2_lo(r[i]), b += bf16x2_hi(r[i]);
         r[i] = pack_bf16x2(a, b);
       }
+      if constexpr (S::store == Store::residual) sync_warp();  // results take the place of what other lanes read
       store_transposed(address + j * 8 * S::pitch, r);
     }
   }

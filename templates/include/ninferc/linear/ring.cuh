@@ -66,8 +66,8 @@ struct UnitCopier {
       copy_part<bytes / halves>(to + i * (bytes / halves), from + u64(first + i * up) * (bytes / halves), landed);
   }
 
-  // What a lane of its own copies of `bytes` that lie together: every 512 bytes 16 of them.  Where there are fewer, several
-  // lanes copy the same: no copy is conditional.
+  // What a lane of its own copies of `bytes` that lie together: every 512 bytes 16 of them.  Where there are fewer, the first
+  // lanes do.
   static NINFERC_DEVICE u32 lane_at(u32 bytes) { return NINFERC_HAS_BULK_COPY ? 0 : lane_id() * 16 % (bytes < 512 ? bytes : 512); }
   template <u32 bytes>
   static NINFERC_DEVICE void copy_part(u32 to, const u8* from, [[maybe_unused]] u32 landed) {
@@ -75,6 +75,7 @@ struct UnitCopier {
 #if NINFERC_HAS_BULK_COPY
     bulk_copy(to, from, bytes, landed);
 #else
+    if (bytes < 512 && lane_id() * 16 >= bytes) return;
     to += lane_at(bytes);
 #pragma unroll
     for (u32 at = 0; at < bytes; at += 512) cp_async_16(to + at, from + at);
@@ -102,8 +103,11 @@ struct WeightRing {
         landed(barriers), fill_landed(barriers + (stages - 1) * 8) {
 #if NINFERC_HAS_BULK_COPY
     if constexpr (G::bulk) {
-      for (u32 stage = lane_id(); stage < stages; stage += 32) mbarrier_init(barriers + stage * 8, 1);
-      fence_mbarrier_init();
+      if (elect_one()) {
+#pragma unroll
+        for (u32 stage = 0; stage < stages; ++stage) mbarrier_init(barriers + stage * 8, 1);
+        fence_mbarrier_init();
+      }
       sync_warp();
     }
 #endif
@@ -113,7 +117,7 @@ struct WeightRing {
   NINFERC_DEVICE void prime(u32 stage, bool exists) const {
     put(first + stage * G::stage_bytes, barriers + stage * 8, exists);
   }
-  // The same into the stage before the one multiplied next, with which all lanes have done.
+  // The same into the stage that was multiplied last, with which all lanes have done.
   NINFERC_DEVICE void refill(bool exists) const { put(fill, fill_landed, exists); }
   // Bulk copies: until the stage multiplied next is full.
   NINFERC_DEVICE void wait() const {
