@@ -141,12 +141,13 @@ static void access(const void* pointer, u64 bytes, bool store, const void* from)
   if (p >= fiber && p < fiber + sizeof(Fiber) && !store) return;
   const u64 shared = reinterpret_cast<u64>(engine.static_shared), dynamic = reinterpret_cast<u64>(f->block->dynamic_shared);
   const bool atomic = pointer == f->atomic;
+  const Kind kind = atomic ? an_atomic : store ? a_store : a_load;
   if (p >= shared && p < shared + engine.static_bytes) {
-    if (!atomic) check_thread(f, byte_of(pointer), bytes, store, place_of(from), store ? pointer : nullptr, false);
+    check_thread(f, byte_of(pointer), bytes, kind, place_of(from), store ? pointer : nullptr);
     return;
   }
   if (p >= dynamic && p + bytes <= dynamic + engine.dynamic_bytes) {
-    if (!atomic) check_thread(f, byte_of(pointer), bytes, store, place_of(from), store ? pointer : nullptr, false);
+    check_thread(f, byte_of(pointer), bytes, kind, place_of(from), store ? pointer : nullptr);
     return;
   }
   for (int i = 0; i < engine.region_count; ++i) {

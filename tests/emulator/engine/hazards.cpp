@@ -10,7 +10,10 @@
 
 namespace ninferc_emulator {
 
-struct Entry { u32 clock, lanes, place; u8 warp, bytes; bool store, pending; };
+enum Kind : u8 { a_load, a_store, an_atomic };
+struct Entry { u32 clock, lanes, place; u8 warp, bytes; Kind kind; bool pending; };
+// An access by lanes of a warp with one tick. `pointer`: the store follows in the kernel's own code. `pending`: a cp.async.
+struct Access { Fiber* fiber; u32 lanes; Kind kind; u32 place; const void* pointer; bool pending; };
 struct Word { Entry* entries; u32 count, room; };
 static Word* words;
 static u64 image_begin[2], image_end[2];  // of the engine and of the kernel
@@ -59,22 +62,31 @@ static void settle_shared() {
   note(overwrite.hazard, overwrite.fiber);
 }
 
-// The lanes of an entry that are not ordered before an access by `lanes` of a warp, all of which know `known`.
-static u32 unordered(const Entry& e, u32 warp, u32 lanes, const Clock* known) {
+// The lanes of an entry that are not ordered before an access by `lanes` of a warp.
+static u32 unordered(const Entry& e, const Warp* warp, u32 lanes) {
   if (e.pending) return e.lanes;
-  const u32* ticks = known->ticks + e.warp * 32;
   u32 bad = 0;
-  for (u32 rest = e.lanes; rest; rest &= rest - 1) {
-    const u32 lane = u32(__builtin_ctz(rest));
-    if (e.clock > ticks[lane]) bad |= 1u << lane;
+  const Clock* known = nullptr;
+  for (u32 mine = lanes; mine; mine &= mine - 1) {
+    const Fiber* f = warp->fibers[__builtin_ctz(mine)];
+    if (f->known == known) continue;
+    known = f->known;
+    for (u32 rest = e.lanes; rest; rest &= rest - 1) {
+      const u32 lane = u32(__builtin_ctz(rest));
+      if (e.clock > known->ticks[e.warp * 32 + lane]) bad |= 1u << lane;
+    }
   }
-  if (e.warp == warp && (lanes & (lanes - 1)) == 0) bad &= ~lanes;
+  if (e.warp == warp->index && (lanes & (lanes - 1)) == 0) bad &= ~lanes;
   return bad;
 }
 
-// An access by lanes of a warp with one clock. `pointer`: the store follows in the kernel's own code.
-static void touch(Block* block, u64 first, u64 bytes, bool store, u32 warp, u32 lanes, u32 tick, const Clock* known, u32 place,
-                  Fiber* fiber, const void* pointer, bool pending) {
+// Whether the order of two accesses matters.
+static bool conflict(Kind a, Kind b) { return a == a_store || b == a_store ? true : a != b; }
+
+static void touch(const Access& a, u64 first, u64 bytes) {
+  const Block* block = a.fiber->block;
+  const u32 warp = a.fiber->warp->index, tick = a.fiber->tick;
+  const bool late = a.kind == a_store && a.pointer && bytes <= 16;  // what it writes is known later
   const u64 end = first + bytes;
   for (u64 at = first / 4; at < (end + 3) / 4; ++at) {
     const u64 low = first > 4 * at ? first - 4 * at : 0, high = end < 4 * at + 4 ? end - 4 * at : 4;
@@ -84,34 +96,34 @@ static void touch(Block* block, u64 first, u64 bytes, bool store, u32 warp, u32 
     for (u32 i = 0; i < word.count;) {
       Entry& e = word.entries[i];
       if (!(e.bytes & mask)) { ++i; continue; }
-      const bool conflict = store || e.store;
-      const u32 bad = unordered(e, warp, lanes, known);
-      if (conflict && bad) {
+      const bool conflicts = conflict(a.kind, e.kind);
+      const u32 bad = unordered(e, a.fiber->warp, a.lanes);
+      if (conflicts && bad) {
         const u32 base = 4 * dynamic_word(), byte = u32(4 * at) + u32(__builtin_ctz(e.bytes & mask));
         Hazard h{};
-        h.kind = !store ? 0 : e.store ? 2 : 1;
+        h.kind = a.kind == a_load ? 0 : e.kind == a_load ? 1 : 2;
         h.dynamic = byte >= base;
         h.byte = h.dynamic ? byte - base : byte;
         h.same_warp = e.warp == warp;
-        h.thread = warp * 32 + u32(__builtin_ctz(lanes));
+        const u32 two = a.lanes & (a.lanes - 1);
         h.other = e.warp * 32 + u32(__builtin_ctz(bad));
-        h.place = place;
+        h.thread = warp * 32 + u32(__builtin_ctz(a.lanes));
+        if (h.thread == h.other && two) h.thread = warp * 32 + u32(__builtin_ctz(two));
+        h.place = a.place;
         h.other_place = e.place;
         h.count = 1;
-        if (h.kind == 2 && pointer && bytes <= 16 && !overwrite.held) {
-          overwrite = {true, static_cast<const u8*>(pointer), u32(bytes), {}, h, fiber};
-          memcpy(overwrite.before, pointer, bytes);
-        } else if (!(h.kind == 2 && pointer && bytes <= 16)) {
-          note(h, fiber);
+        if (h.kind != 2 || !late) {
+          note(h, a.fiber);
+        } else if (!overwrite.held) {
+          overwrite = {true, static_cast<const u8*>(a.pointer), u32(bytes), {}, h, a.fiber};
+          memcpy(overwrite.before, a.pointer, bytes);
         }
       }
-      if (!store && !e.store && bad == 0) {
-        e.bytes &= u8(~mask);  // who comes after this load comes after that one
-      } else if (!store && !e.store && e.warp == warp && e.clock == tick && e.place == place && e.bytes == mask) {
-        e.lanes |= lanes;
+      if (a.kind == a_store || (!conflicts && bad == 0)) {
+        e.bytes &= u8(~mask);  // who comes after this access comes after that one
+      } else if (!conflicts && e.warp == warp && e.clock == tick && e.place == a.place && e.bytes == mask) {
+        e.lanes |= a.lanes;
         merged = true;
-      } else if (store) {
-        e.bytes &= u8(~mask);
       }
       if (e.bytes == 0) e = word.entries[--word.count];
       else ++i;
@@ -122,7 +134,7 @@ static void touch(Block* block, u64 first, u64 bytes, bool store, u32 warp, u32 
       word.entries = static_cast<Entry*>(realloc(word.entries, word.room * sizeof(Entry)));
       if (!word.entries) fail("out of memory");
     }
-    word.entries[word.count++] = {tick, lanes, place, u8(warp), mask, store, pending};
+    word.entries[word.count++] = {tick, a.lanes, a.place, u8(warp), mask, a.kind, a.pending};
   }
 }
 
@@ -131,37 +143,33 @@ u32 place_of(const void* address) {
   return a >= image_begin[1] && a < image_end[1] ? u32(a - image_begin[1]) - 1 : 0;
 }
 
-static void check_thread(Fiber* f, u64 first, u64 bytes, bool store, u32 place, const void* pointer, bool pending) {
-  touch(f->block, first, bytes, store, f->warp->index, 1u << f->info.lane, f->tick, f->known, place, f, pointer, pending);
+static void check_thread(Fiber* f, u64 first, u64 bytes, Kind kind, u32 place, const void* pointer = nullptr, bool pending = false) {
+  touch({f, 1u << f->info.lane, kind, place, pointer, pending}, first, bytes);
 }
 
 void check_shared(const void* pointer, u64 bytes, bool store, u32 place) {
   if (!engine.checked) return;
   settle_overwrite();
-  check_thread(current(), byte_of(pointer), bytes, store, place, nullptr, false);
+  check_thread(current(), byte_of(pointer), bytes, store ? a_store : a_load, place);
 }
 
 // By several lanes at once, each on behalf of the others too.
 void check_shared_lanes(Warp* w, u32 lanes, const void* pointer, u64 bytes, bool store, u32 place) {
   if (!engine.checked) return;
   settle_overwrite();
-  const u64 first = byte_of(pointer);
-  for (u32 rest = lanes; rest;) {
-    Fiber* f = w->fibers[__builtin_ctz(rest)];
-    u32 alike = 0;
-    for (u32 others = rest; others; others &= others - 1) {
-      const u32 lane = u32(__builtin_ctz(others));
-      if (w->fibers[lane]->known == f->known && w->fibers[lane]->tick == f->tick) alike |= 1u << lane;
-    }
-    rest &= ~alike;
-    touch(w->block, first, bytes, store, w->index, alike, f->tick, f->known, place, f, nullptr, false);
+  u32 tick = 0;  // a thread may tick ahead, but not back
+  for (u32 rest = lanes; rest; rest &= rest - 1) {
+    const Fiber* f = w->fibers[__builtin_ctz(rest)];
+    tick = f->tick > tick ? f->tick : tick;
   }
+  for (u32 rest = lanes; rest; rest &= rest - 1) w->fibers[__builtin_ctz(rest)]->tick = tick;
+  touch({w->fibers[__builtin_ctz(lanes)], lanes, store ? a_store : a_load, place, nullptr, false}, byte_of(pointer), bytes);
 }
 
 void check_copy(const void* pointer, u64 bytes, u32 place) {
   if (!engine.checked) return;
   settle_overwrite();
-  check_thread(current(), byte_of(pointer), bytes, true, place, nullptr, true);
+  check_thread(current(), byte_of(pointer), bytes, a_store, place, nullptr, true);
 }
 // Its thread has waited for the copy: from now on it is an ordinary store.
 void settle_copy(const void* pointer, u64 bytes) {
@@ -186,7 +194,7 @@ void check_bulk_copy(Block* to, const MBarrier& m, u32 address, u64 bytes, u32 p
   Fiber* f = current();
   const u32 dynamic = shared_dynamic_base();
   const u64 first = address >= dynamic ? address - dynamic + 4 * dynamic_word() : address - shared_window;
-  if (to == f->block) check_thread(f, first, bytes, true, place, nullptr, false);
+  if (to == f->block) check_thread(f, first, bytes, a_store, place);
   for (u64 at = first / 4; at < (first + bytes) / 4; ++at) {
     Word& word = words[u64(block_words) * to->slot + at];
     if (to != f->block)  // ordered before it is what came before the meeting of the cluster
@@ -196,7 +204,7 @@ void check_bulk_copy(Block* to, const MBarrier& m, u32 address, u64 bytes, u32 p
         const Fiber& other = to->fibers[e.warp * 32 + u32(__builtin_ctz(e.lanes))];
         if (e.clock < other.cluster_tick) continue;
         const u32 base = 4 * dynamic_word(), byte = u32(4 * at);
-        note({u32(e.store ? 2 : 1), byte >= base ? byte - base : byte, f->info.linear, other.info.linear, place, e.place, 1,
+        note({u32(e.kind == a_load ? 1 : 2), byte >= base ? byte - base : byte, f->info.linear, other.info.linear, place, e.place, 1,
               byte >= base, false, false}, f);
       }
     word.count = 0;
@@ -205,7 +213,7 @@ void check_bulk_copy(Block* to, const MBarrier& m, u32 address, u64 bytes, u32 p
       word.entries = static_cast<Entry*>(malloc(word.room * sizeof(Entry)));
       if (!word.entries) fail("out of memory");
     }
-    word.entries[word.count++] = {m.tick + 1, 1u << (m.agent % 32), place, u8(agent_warp(m.agent)), 15, true, false};
+    word.entries[word.count++] = {m.tick + 1, 1u << (m.agent % 32), place, u8(agent_warp(m.agent)), 15, a_store, false};
   }
 }
 
@@ -219,8 +227,8 @@ void check_barrier_use(u32 address, u32 place) {
   const Word& word = words[u64(block_words) * f->block->slot + first / 4];
   for (u32 i = 0; i < word.count; ++i) {
     const Entry& e = word.entries[i];
-    const u32 bad = unordered(e, f->warp->index, 1u << f->info.lane, f->known);
-    if (!e.store || !bad) continue;
+    const u32 bad = unordered(e, f->warp, 1u << f->info.lane);
+    if (e.kind != a_store || !bad) continue;
     const u32 base = 4 * dynamic_word();
     note({0, u32(first >= base ? first - base : first), f->info.linear, e.warp * 32 + u32(__builtin_ctz(bad)), place, e.place, 1,
           first >= base, e.warp == f->warp->index, false}, f);
