@@ -137,8 +137,8 @@ class EmulatorBackend:
                 if checked := self.hazards is not None and (phase, call.entry) not in self.checked:
                     self.checked.add((phase, call.entry))
                     options["hazards"] = self.hazards
-                launch(self._kernel(call.entry, checked), call.grid, call.block, arguments, call.smem, self.seed, limit_seconds=300,
-                       **options)  # fmt: skip
+                kernel = self._kernel(call.entry, checked)
+                launch(kernel, call.grid, call.block, arguments, call.smem, self.seed, limit_seconds=300, **options)
             except Exception as error:
                 layer = call.ops[0].layer
                 raise RuntimeError(f"phase {phase}, call {call.index} {call.entry} (layer {layer}): {error}") from error

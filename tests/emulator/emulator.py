@@ -147,25 +147,26 @@ class Hazard:
                 f"shared memory, {self.count} times: thread {self.thread} at {self.place} after {self.other} at {self.other_place}")
 
 
-def _places(path: Path, offsets: set[int]) -> dict[int, str]:
-    """Lines of the kernel's source by offset in its object: innermost first, callers after it."""
+# Headers whose functions are the accesses themselves: their callers' lines are what a reader looks for.
+_ACCESSES = ("vec.cuh", "async.cuh", "mma.cuh", "ninferc_emulator.h", "??")
+
+
+def _place(path: Path, offset: int) -> str:
+    """The line of an offset in a kernel's object and its callers' lines, innermost first; without a program that reads line
+    tables the offset."""
     program = shutil.which("addr2line") or shutil.which("llvm-addr2line")
-    if program is None or not offsets:
-        return {offset: f"offset {offset:#x}" for offset in offsets}
-    names: dict[int, str] = {}
-    for offset in offsets:
-        lines = subprocess.run([program, "-s", "-i", "-e", str(path), hex(offset)], capture_output=True, text=True,
-                               check=True).stdout.split("\n")  # fmt: skip
-        short = [line.split(" (")[0] for line in lines if line and not line.startswith(("vec.cuh", "ninferc_emulator", "mma.cuh", "async.cuh", "??"))]
-        names[offset] = " < ".join(short) or f"offset {offset:#x}"
-    return names
+    if program is None:
+        return f"offset {offset:#x}"
+    command = [program, "-s", "-i", "-e", str(path), hex(offset)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return " < ".join(line.split(" (")[0] for line in lines if not line.startswith(_ACCESSES)) or f"offset {offset:#x}"
 
 
 def _hazards(kernel: Kernel) -> list[Hazard]:
     """What the last launch has found."""
     found = (_Hazard * 1024)()
     count = min(_engine().ninferc_emulator_hazards(found, 1024), 1024)
-    places = _places(kernel.path, {place for h in found[:count] for place in (h.place, h.other_place)})
+    places = {place: _place(kernel.path, place) for h in found[:count] for place in (h.place, h.other_place)}
     return [
         Hazard(kernel.name, ("RAW", "WAR", "WAW")[h.kind], h.equal, h.same_warp, "dynamic" if h.dynamic else "static", h.byte,
                h.thread, h.other if h.other != 0xFFFFFFFF else "mbarrier", places[h.place], places[h.other_place], h.count)
