@@ -21,7 +21,8 @@ from compiler.program.model import CONTROL, DEVICE_REGIONS, EGRESS, RING, WORK, 
 from runtime.control import Ingress
 from runtime.cuda.transport import TILES_OVER, TRANSPORTS, mail_of, operand_types
 from runtime.vm.weights import WeightStore
-from tests.emulator.emulator import Hazard, compile_kernel, launch
+from tests.emulator.emulator import compile_kernel, launch
+from tests.emulator.hazards import Hazard
 from tests.kernels.encoded_weights import on_device
 
 Array = np.ndarray[Any, Any]

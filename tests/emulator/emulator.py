@@ -10,9 +10,7 @@ import ctypes
 import functools
 import os
 import re
-import shutil
 import struct
-import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.emulator import hazards as findings
 from tests.emulator import toolchain
+from tests.emulator.hazards import Hazard
 from tests.emulator.toolchain import CompileError, missing_reason
 
 __all__ = ["CompileError", "DeviceArray", "EmulatorError", "Kernel", "compile_kernel", "compile_module", "launch",
@@ -115,64 +115,6 @@ class Kernel:
     checked: bool
     library: ctypes.CDLL
     path: Path
-
-
-class _Hazard(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint) for name in ("kind", "byte", "thread", "other", "place", "other_place", "count")] + [
-        (name, ctypes.c_bool) for name in ("dynamic", "same_warp", "equal")]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Hazard:
-    """Two accesses of shared memory that nothing orders, found ``count`` times at these places.
-
-    ``kind``: RAW (a load after a store), WAR, WAW; ``equal``: the stores are of the same values. ``byte`` of the static or the
-    dynamic shared memory. ``thread`` accesses after ``other``, which is "mbarrier" for what completes on one."""
-
-    kernel: str
-    kind: str
-    equal: bool
-    same_warp: bool
-    memory: str
-    byte: int
-    thread: int
-    other: int | str
-    place: str
-    other_place: str
-    count: int
-
-    def __str__(self) -> str:
-        scope = "in a warp" if self.same_warp else "across warps"
-        return (f"{self.kernel}: {self.kind}{' of equal values' if self.equal else ''} {scope}, byte {self.byte} of {self.memory} "
-                f"shared memory, {self.count} times: thread {self.thread} at {self.place} after {self.other} at {self.other_place}")
-
-
-# Headers whose functions are the accesses themselves: their callers' lines are what a reader looks for.
-_ACCESSES = ("vec.cuh", "async.cuh", "mma.cuh", "ninferc_emulator.h", "??")
-
-
-def _place(path: Path, offset: int) -> str:
-    """The line of an offset in a kernel's object and its callers' lines, innermost first; without a program that reads line
-    tables the offset."""
-    program = shutil.which("addr2line") or shutil.which("llvm-addr2line")
-    if program is None:
-        return f"offset {offset:#x}"
-    command = [program, "-s", "-i", "-e", str(path), hex(offset)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return " < ".join(line.split(" (")[0] for line in lines if not line.startswith(_ACCESSES)) or f"offset {offset:#x}"
-
-
-def _hazards(kernel: Kernel) -> list[Hazard]:
-    """What the last launch has found."""
-    found = (_Hazard * 1024)()
-    count = min(_engine().ninferc_emulator_hazards(found, 1024), 1024)
-    places = {place: _place(kernel.path, place) for h in found[:count] for place in (h.place, h.other_place)}
-    return [
-        Hazard(kernel.name, ("RAW", "WAR", "WAW")[h.kind], h.equal, h.same_warp, "dynamic" if h.dynamic else "static", h.byte,
-               h.thread, h.other if h.other != 0xFFFFFFFF else "mbarrier", places[h.place], places[h.other_place], h.count)
-        for h in found[:count]
-    ]  # fmt: skip
-
 
 
 _KERNEL = re.compile(
@@ -325,7 +267,7 @@ def launch(kernel: Kernel, grid: int | Sequence[int], block: int | Sequence[int]
                    before it touch only the arguments listed (by position) in ``constants``
     memory         further memory the kernel reaches through addresses stored in memory, or that array arguments view
     limit_seconds  processor time after which the launch is stopped
-    hazards        takes all hazards of a checked kernel, which otherwise end the launch
+    hazards        takes all hazards of shared memory in a checked kernel, the first of which ends the launch otherwise
 
     Raises EmulatorError naming block, thread and cause: bounds, misalignment, deadlock, divergence, missing wait.
     """
@@ -368,19 +310,20 @@ def launch(kernel: Kernel, grid: int | Sequence[int], block: int | Sequence[int]
     for k, (argument, device) in enumerate(devices):
         flags = (0 if device.read_only else 1) | (2 if argument in constants else 0)
         regions[k] = _Region(device.address, device.address + device.nbytes, argument, flags)
+    collect = kernel.checked and hazards is not None
     blocks = grid3[0] * grid3[1] * grid3[2]
     resident = blocks if concurrency == "grid" else int(concurrency)
     request = _Launch(
         ctypes.cast(kernel.library[f"ninferc_emulator_entry_{kernel.name}"], ctypes.c_void_p).value,
         ctypes.cast(kernel.library["ninferc_emulator_touch"], ctypes.c_void_p).value,
         ctypes.addressof(pointers), (ctypes.c_uint * 3)(*grid3), (ctypes.c_uint * 3)(*block3), smem_bytes,
-        SHARED_LIMIT[kernel.arch], STATIC_SHARED_LIMIT, max(1, resident), int(programmatic), int(kernel.checked) + int(kernel.checked and hazards is not None),
+        SHARED_LIMIT[kernel.arch], STATIC_SHARED_LIMIT, max(1, resident), int(programmatic), int(kernel.checked) + int(collect),
         len(devices), cluster,
         schedule_seed, ctypes.addressof(regions), limit_seconds)
     with _lock:
         failed = _engine().ninferc_emulator_run(ctypes.byref(request))
         message = _engine().ninferc_emulator_message().decode(errors="replace") if failed else ""
-        found = _hazards(kernel) if kernel.checked and hazards is not None else []
+        found = findings.of_last_launch(_engine(), kernel.name, kernel.path) if collect else []
     host.copy_back()
     if hazards is not None:
         hazards.extend(found)

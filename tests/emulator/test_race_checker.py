@@ -1,4 +1,4 @@
-"""Checked kernels list the accesses of shared memory that nothing orders: every kind is found, no synchronised kernel accused."""
+"""Checked kernels list the accesses of shared memory that nothing orders: every kind is found, no ordered access accused."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.emulator import emulator
-from tests.emulator.emulator import EmulatorError, Hazard, Kernel, compile_kernel, compile_module, launch
+from tests.emulator.emulator import EmulatorError, Kernel, compile_kernel, compile_module, launch
 from tests.emulator.harness import poisoned
+from tests.emulator.hazards import Hazard
 
 pytestmark = pytest.mark.skipif(emulator.missing_reason() is not None, reason=str(emulator.missing_reason()))
 
@@ -63,7 +64,7 @@ CASES: dict[str, tuple[str, set[tuple[str, bool]]]] = {
     "apart": ("tile[t] = t; named_barrier_sync(3 + warp, 32); v = tile[t ^ 33];", RAW_ACROSS | WAR_ACROSS),
     "arrive": (SEND % "named_barrier_arrive(2, 64);" + GET % "named_barrier_sync(2, 64);", CLEAN),
     "arrived": (SEND % "named_barrier_sync(2, 64);" + GET % "named_barrier_arrive(2, 64);", RAW_ACROSS),
-    "after": ("if (warp == 0) { named_barrier_arrive(2, 64); tile[lane] = t; }" + GET % "named_barrier_sync(2, 64);", RAW_ACROSS),
+    "after": ("if (warp == 0) named_barrier_arrive(2, 64), tile[lane] = t;" + GET % "named_barrier_sync(2, 64);", RAW_ACROSS),
     "atomics": ("atomicAdd(&tile[0], t);", CLEAN),
     "counted": ("if (t == 0) tile[0] = 0; sync_block(); atomicAdd(&tile[0], 1u); sync_block(); v = tile[0];", CLEAN),
     "peeked": ("if (warp == 0) atomicAdd(&tile[0], 1u); else v = tile[0];", RAW_ACROSS),

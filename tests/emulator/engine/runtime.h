@@ -132,7 +132,7 @@ constexpr u32 shared_window = 1024;
 inline u32 shared_dynamic_base() { return shared_window + (engine.static_bytes + 1023) / 1024 * 1024; }
 // Two accesses of shared memory that nothing orders. Kind: 0 a load after a store, 1 a store after a load, 2 a store after a store
 // (`equal`: of the same values). Threads are numbered in the block; from its end on they are agents of mbarriers. Places are
-// offsets in the kernel's object. Mirrored in emulator.py.
+// offsets in the kernel's object. Mirrored in hazards.py.
 struct Hazard { u32 kind, byte, thread, other, place, other_place, count; bool dynamic, same_warp, equal; };
 
 void start_checks();
