@@ -160,7 +160,8 @@ NINFERC_KERNEL(pair, 32, 1)(const u32* in, u32* out) {
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(("before", "wait", "kinds"), [
-    ("got[threadIdx.x] = 0;", "mbarrier_wait(&bar, 0);", set()),
+    ("", "mbarrier_wait(&bar, 0);", set()),
+    ("got[threadIdx.x] = 0;", "mbarrier_wait(&bar, 0);", {"WAW"}),  # the meeting orders nothing
     ("", "if (threadIdx.x == 0) mbarrier_wait(&bar, 0); shfl(0u, 0);", {"RAW"}),
 ])  # fmt: skip
 def test_stores_of_the_cluster(before: str, wait: str, kinds: set[str], seed: int) -> None:

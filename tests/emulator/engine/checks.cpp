@@ -31,7 +31,7 @@ static Overwrite overwrite_global;
 static bool ordered(Record r, const Fiber* f) {
   if (r == 0) return true;
   if (serial_of(r) != f->block->serial) return f->block->acquired;
-  return thread_of(r) == f->info.linear || tick_of(r) <= f->known->ticks[thread_of(r)];
+  return thread_of(r) == f->info.linear || tick_of(r) <= f->known->ticks[of_block(f->block) + thread_of(r)];
 }
 
 [[noreturn]] static void report(Record other, const char* mine, const char* theirs, int argument, u64 byte) {

@@ -39,10 +39,10 @@ static MBarrier& find_mbarrier(u32 address, const char* name) {
   fail("%s: no mbarrier was initialised at shared address 0x%x", name, address);
 }
 
-static void try_complete(MBarrier& m) {
+static void try_complete(const Block* b, MBarrier& m) {
   if (m.pending == 0 && m.bytes == 0) {
     ++m.phase;
-    complete_phase(m);
+    complete_phase(b, m);
     m.pending = m.expected;
     engine.idle_sweeps = 0;
   }
@@ -59,7 +59,7 @@ static void deliver(Block* b, u32 i) {
   for (u32 k = 0; k < b->mbarrier_count; ++k)
     if (b->mbarriers[k].address == copy.barrier) {
       b->mbarriers[k].bytes -= copy.bytes;
-      try_complete(b->mbarriers[k]);
+      try_complete(b, b->mbarriers[k]);
     }
 }
 
@@ -125,7 +125,7 @@ void ninferc_emulator_mbarrier_arrive(unsigned barrier, unsigned bytes) {
   release_to(m, current());
   m.bytes += bytes;
   --m.pending;
-  try_complete(m);
+  try_complete(current()->block, m);
   maybe_preempt(current());
 }
 bool ninferc_emulator_mbarrier_try_wait(unsigned barrier, unsigned parity) {
@@ -164,7 +164,6 @@ void ninferc_emulator_cluster_arrive() {
   Cluster* c = self->block->cluster;
   if (self->cluster_arrivals != self->cluster_waits) fail("cluster_arrive: the thread has not waited since it last arrived");
   ++self->cluster_arrivals;
-  self->cluster_tick = ++self->tick;
   if (++c->arrived == engine.cluster_size * engine.block_threads) {
     c->arrived = 0;
     ++c->phase;
@@ -185,11 +184,12 @@ void ninferc_emulator_st_async(unsigned destination, unsigned value, unsigned ba
   Block* b = self->block->cluster->blocks[rank];
   if (self->cluster_waits == 0) fail("st_async before the cluster has met: the other block may not have started");
   if (!b) fail("st_async: block %u of the cluster has ended", rank);
-  const MBarrier* found = nullptr;
+  MBarrier* found = nullptr;
   for (u32 i = 0; i < b->mbarrier_count; ++i)
     if (b->mbarriers[i].address == barrier) found = &b->mbarriers[i];
-  if (found) check_bulk_copy(b, *found, destination, 4, place_of(__builtin_return_address(0)));
-  else fail("st_async: block %u has no mbarrier at shared address 0x%x", rank, barrier);
+  if (!found) fail("st_async: block %u has no mbarrier at shared address 0x%x", rank, barrier);
+  check_bulk_copy(b, *found, destination, 4, place_of(__builtin_return_address(0)));
+  release_to(*found, self);
   append(b->bulk, b->bulk_count, b->bulk_room, BulkCopy{destination, 4, barrier, nullptr, value});
   if (lands_early()) deliver(b, b->bulk_count - 1);
   engine.idle_sweeps = 0;

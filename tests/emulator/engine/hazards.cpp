@@ -62,8 +62,8 @@ static void settle_shared() {
   note(overwrite.hazard, overwrite.fiber);
 }
 
-// The lanes of an entry that are not ordered before an access by `lanes` of a warp.
-static u32 unordered(const Entry& e, const Warp* warp, u32 lanes) {
+// The lanes of an entry of a block's memory that are not ordered before an access by `lanes` of a warp.
+static u32 unordered(const Block* block, const Entry& e, const Warp* warp, u32 lanes) {
   if (e.pending) return e.lanes;
   u32 bad = 0;
   const Clock* known = nullptr;
@@ -73,18 +73,17 @@ static u32 unordered(const Entry& e, const Warp* warp, u32 lanes) {
     known = f->known;
     for (u32 rest = e.lanes; rest; rest &= rest - 1) {
       const u32 lane = u32(__builtin_ctz(rest));
-      if (e.clock > known->ticks[e.warp * 32 + lane]) bad |= 1u << lane;
+      if (e.clock > known->ticks[of_block(block) + e.warp * 32 + lane]) bad |= 1u << lane;
     }
   }
-  if (e.warp == warp->index && (lanes & (lanes - 1)) == 0) bad &= ~lanes;
+  if (block == warp->block && e.warp == warp->index && (lanes & (lanes - 1)) == 0) bad &= ~lanes;
   return bad;
 }
 
 // Whether the order of two accesses matters.
 static bool conflict(Kind a, Kind b) { return a == a_store || b == a_store ? true : a != b; }
 
-static void touch(const Access& a, u64 first, u64 bytes) {
-  const Block* block = a.fiber->block;
+static void touch(const Block* block, const Access& a, u64 first, u64 bytes) {
   const u32 warp = a.fiber->warp->index, tick = a.fiber->tick;
   const bool late = a.kind == a_store && a.pointer && bytes <= 16;  // what it writes is known later
   const u64 end = first + bytes;
@@ -97,14 +96,14 @@ static void touch(const Access& a, u64 first, u64 bytes) {
       Entry& e = word.entries[i];
       if (!(e.bytes & mask)) { ++i; continue; }
       const bool conflicts = conflict(a.kind, e.kind);
-      const u32 bad = unordered(e, a.fiber->warp, a.lanes);
+      const u32 bad = unordered(block, e, a.fiber->warp, a.lanes);
       if (conflicts && bad) {
         const u32 base = 4 * dynamic_word(), byte = u32(4 * at) + u32(__builtin_ctz(e.bytes & mask));
         Hazard h{};
         h.kind = a.kind == a_load ? 0 : e.kind == a_load ? 1 : 2;
         h.dynamic = byte >= base;
         h.byte = h.dynamic ? byte - base : byte;
-        h.same_warp = e.warp == warp;
+        h.same_warp = e.warp == warp && block == a.fiber->block;
         const u32 two = a.lanes & (a.lanes - 1);
         h.other = e.warp * 32 + u32(__builtin_ctz(bad));
         h.thread = warp * 32 + u32(__builtin_ctz(a.lanes));
@@ -144,7 +143,7 @@ u32 place_of(const void* address) {
 }
 
 static void check_thread(Fiber* f, u64 first, u64 bytes, Kind kind, u32 place, const void* pointer = nullptr, bool pending = false) {
-  touch({f, 1u << f->info.lane, kind, place, pointer, pending}, first, bytes);
+  touch(f->block, {f, 1u << f->info.lane, kind, place, pointer, pending}, first, bytes);
 }
 
 void check_shared(const void* pointer, u64 bytes, bool store, u32 place) {
@@ -163,7 +162,7 @@ void check_shared_lanes(Warp* w, u32 lanes, const void* pointer, u64 bytes, bool
     tick = f->tick > tick ? f->tick : tick;
   }
   for (u32 rest = lanes; rest; rest &= rest - 1) w->fibers[__builtin_ctz(rest)]->tick = tick;
-  touch({w->fibers[__builtin_ctz(lanes)], lanes, store ? a_store : a_load, place, nullptr, false}, byte_of(pointer), bytes);
+  touch(w->block, {w->fibers[__builtin_ctz(lanes)], lanes, store ? a_store : a_load, place, nullptr, false}, byte_of(pointer), bytes);
 }
 
 void check_copy(const void* pointer, u64 bytes, u32 place) {
@@ -194,27 +193,10 @@ void check_bulk_copy(Block* to, const MBarrier& m, u32 address, u64 bytes, u32 p
   Fiber* f = current();
   const u32 dynamic = shared_dynamic_base();
   const u64 first = address >= dynamic ? address - dynamic + 4 * dynamic_word() : address - shared_window;
-  if (to == f->block) check_thread(f, first, bytes, a_store, place);
-  for (u64 at = first / 4; at < (first + bytes) / 4; ++at) {
-    Word& word = words[u64(block_words) * to->slot + at];
-    if (to != f->block)  // ordered before it is what came before the meeting of the cluster
-      for (u32 i = 0; i < word.count; ++i) {
-        const Entry& e = word.entries[i];
-        if (e.warp * 32u >= engine.block_threads) continue;
-        const Fiber& other = to->fibers[e.warp * 32 + u32(__builtin_ctz(e.lanes))];
-        if (e.clock < other.cluster_tick) continue;
-        const u32 base = 4 * dynamic_word(), byte = u32(4 * at);
-        note({u32(e.kind == a_load ? 1 : 2), byte >= base ? byte - base : byte, f->info.linear, other.info.linear, place, e.place, 1,
-              byte >= base, false, false}, f);
-      }
-    word.count = 0;
-    if (word.room == 0) {
-      word.room = 4;
-      word.entries = static_cast<Entry*>(malloc(word.room * sizeof(Entry)));
-      if (!word.entries) fail("out of memory");
-    }
-    word.entries[word.count++] = {m.tick + 1, 1u << (m.agent % 32), place, u8(agent_warp(m.agent)), 15, a_store, false};
-  }
+  touch(to, {f, 1u << f->info.lane, a_store, place, nullptr, false}, first, bytes);
+  for (u64 at = first / 4; at < (first + bytes) / 4; ++at)  // of which only the new store is left
+    words[u64(block_words) * to->slot + at].entries[0] = {m.tick + 1, 1u << (m.agent % 32), place, u8(agent_warp(m.agent)), 15, a_store,
+                                                          false};
 }
 
 // An mbarrier is used: its initialisation must come before.
@@ -227,7 +209,7 @@ void check_barrier_use(u32 address, u32 place) {
   const Word& word = words[u64(block_words) * f->block->slot + first / 4];
   for (u32 i = 0; i < word.count; ++i) {
     const Entry& e = word.entries[i];
-    const u32 bad = unordered(e, f->warp, 1u << f->info.lane);
+    const u32 bad = unordered(f->block, e, f->warp, 1u << f->info.lane);
     if (e.kind != a_store || !bad) continue;
     const u32 base = 4 * dynamic_word();
     note({0, u32(first >= base ? first - base : first), f->info.linear, e.warp * 32 + u32(__builtin_ctz(bad)), place, e.place, 1,

@@ -3,7 +3,8 @@
 // Every thread counts its releases (`tick`) and knows up to which tick of every other thread it is ordered (`known`).
 // __syncwarp, block barriers, named barriers and mbarriers pass that on; shuffles, votes and matrix products do not. Threads that
 // have met share one clock. What an mbarrier waits for besides threads (bulk copies, stores of the cluster) counts as one agent
-// of that mbarrier, which ticks when a phase is complete.
+// of that mbarrier, which ticks when a phase is complete. Clocks are of all blocks of a cluster: who waits for another block's stores
+// is ordered after what that block did before them. Meeting the cluster orders nothing, as its arrival is relaxed.
 #include "runtime.h"
 
 #include <stdlib.h>
@@ -14,7 +15,7 @@ namespace ninferc_emulator {
 constexpr u32 agent_warps = 4;  // 32 mbarriers of a block each
 struct Clock { u32 references; Clock *next, *before; u32 ticks[]; };  // free, of all
 static Clock *free_clocks, *all_clocks;
-static u32 clock_size;  // threads and agents of a block
+static u32 block_size, clock_size;  // threads and agents of a block, of a cluster
 
 static u32 agents_from() { return (engine.block_threads + 31) / 32 * 32; }
 static u32 agent_warp(u32 agent) { return agents_from() / 32 + agent / 32; }
@@ -48,7 +49,11 @@ static void merge(Clock* into, const Clock* from) {
   for (u32 i = 0; i < clock_size; ++i) into->ticks[i] = from->ticks[i] > into->ticks[i] ? from->ticks[i] : into->ticks[i];
 }
 
-static void start_clocks() { clock_size = ((engine.block_threads + 31) / 32 + agent_warps) * 32; }
+static void start_clocks() {
+  block_size = ((engine.block_threads + 31) / 32 + agent_warps) * 32;
+  clock_size = block_size * engine.cluster_size;
+}
+static u32 of_block(const Block* b) { return b->cluster_rank * block_size; }  // where its ticks begin
 static void end_clocks() {
   while (all_clocks) { Clock* before = all_clocks->before; free(all_clocks); all_clocks = before; }
   free_clocks = nullptr;
@@ -59,7 +64,7 @@ static void gather(Gathering& g, Fiber* f) {
   if (!g.clock) g.clock = new_clock(f->known);
   else if (g.last != f->known) merge(g.clock, f->known);
   if (g.last != f->known) { drop(g.last); g.last = share(f->known); }
-  u32& mine = g.clock->ticks[f->info.linear];
+  u32& mine = g.clock->ticks[of_block(f->block) + f->info.linear];
   mine = f->tick > mine ? f->tick : mine;
   ++f->tick;
 }
@@ -92,12 +97,12 @@ void leave(NamedBarrier& b, Fiber* f) { if (engine.checked) learn(f, b.gathered.
 void forget(Gathering& g) { drop(g.clock); drop(g.last); }
 
 void release_to(MBarrier& m, Fiber* f) { if (engine.checked) gather(m.gathered, f); }
-void complete_phase(MBarrier& m) {
+void complete_phase(const Block* b, MBarrier& m) {
   if (!engine.checked) return;
   // Later phases are ordered after earlier ones: threads that waited for those may hold the old clock.
   Clock* complete = new_clock(m.complete);
   if (m.gathered.clock) merge(complete, m.gathered.clock);
-  complete->ticks[agent_warp(m.agent) * 32 + m.agent % 32] = ++m.tick;
+  complete->ticks[of_block(b) + agent_warp(m.agent) * 32 + m.agent % 32] = ++m.tick;
   drop(m.complete);
   m.complete = complete;
   forget(m.gathered);

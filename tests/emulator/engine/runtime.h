@@ -58,7 +58,7 @@ struct Fiber {
   const void* atomic;  // the last atomic or scoped access: not checked for races
   u32 cluster_arrivals, cluster_waits;  // of this thread
   Clock* known;  // checked kernels, order.cpp
-  u32 tick, cluster_tick;
+  u32 tick;
   bool exited, waited;
 };
 
@@ -151,7 +151,7 @@ void order_lanes(Warp* warp, u32 lanes);
 void arrive_at(NamedBarrier& barrier, Fiber* fiber);
 void leave(NamedBarrier& barrier, Fiber* fiber);
 void release_to(MBarrier& barrier, Fiber* fiber);
-void complete_phase(MBarrier& barrier);
+void complete_phase(const Block* block, MBarrier& barrier);
 void acquire_from(MBarrier& barrier, Fiber* fiber);
 u32 new_agent(Block* block);
 void forget(Gathering& gathering);
