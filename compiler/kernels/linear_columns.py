@@ -262,7 +262,7 @@ def _claims_fit(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
     if not caps.bulk_copy or not tile.resident or tile.split or product.bucket > product.block_columns:
         return False
     share = product.chunks // product.slices * (block_segments(product, tile) * product.slices // tile.warps_k)
-    return tile.blocks_per_sm > 0 and tile.stages < share
+    return tile.blocks_per_sm > 0 and tile.stages - 1 < share
 
 
 def _cluster_fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:

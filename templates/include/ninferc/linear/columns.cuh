@@ -110,13 +110,14 @@ struct Team {
   }
 };
 
-// What only the end of a tile reads comes while the block waits: the divisor, and row scales as far as L2 (by the first warp of a
-// team).
+// What only the end of a tile reads, row scales and the divisor, comes as far as L2 while the block waits: after the last tile
+// nothing would hide the way from memory. By the first warp of a team.
 template <class G>
-NINFERC_DEVICE void prefetch_scales(LinearArguments& args, const Dealing<G>& dealt, u32 member) {
-  if constexpr (G::format == Format::nvfp4) args.divided_by = ld_nc<f32>(args.divisor);
-  if constexpr (G::format == Format::fp8_row) {
-    if (member != 0) return;
+NINFERC_DEVICE void prefetch_scales(const LinearArguments& args, const Dealing<G>& dealt, u32 member) {
+  if (member != 0) return;
+  if constexpr (G::format == Format::nvfp4) {
+    if (lane_id() == 0) prefetch_l2(args.divisor);
+  } else if constexpr (G::format == Format::fp8_row) {
     for (u32 tile = dealt.first_tile + lane_id() * dealt.tile_step; tile < G::tiles; tile += 32 * dealt.tile_step) {
 #pragma unroll
       for (u32 group = 0; group < G::subtiles; ++group) {
@@ -139,6 +140,8 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   const u32 team = warp_r / G::pair, side = warp_r % G::pair, member = warp_k * G::pair + side;
   const auto x_stage = [&](u32 stage) { return base + G::x_base + (stage * G::warps_k + warp_k) * G::x_bytes; };
 
+  Meeting<G>::open(base);
+  if constexpr (G::claimed) ClaimsOf<G>::open(base);
   const Dealing<G> dealt(team);
   const u32 first_tile = dealt.first_tile, tile_step = dealt.tile_step, first_chunk = dealt.first_chunk;
   const Activations in = dealt.columns(args);
@@ -151,16 +154,13 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
     if (next.advance() && next.tile < G::tiles) ring.copier.seek(next.tile, next.number);
   };
 
-  // Weights do not depend on earlier kernels: fill the ring before all else, to its last stage where products then refill
-  // stages as they are done with them.
+  // Weights do not depend on earlier kernels: fill the ring before waiting for these.
 #pragma unroll 1
-  for (u32 stage = 0; stage < G::primed; ++stage) {
+  for (u32 stage = 0; stage + 1 < stages; ++stage) {
     ring.prime(stage, next.tile < G::tiles);
     if constexpr (G::resident && !G::bulk) cp_async_commit();
     advance();
   }
-  Meeting<G>::open(base);
-  if constexpr (G::claimed) ClaimsOf<G>::open(base);
   prefetch_scales<G>(args, dealt, member);
   if constexpr (G::resident) {
     const Prologue norm{args.norm_w, args.normed, reinterpret_cast<f32*>(smem + G::norm_base), args.eps};
@@ -198,7 +198,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
       if (tile + tile_step >= dealt.end_tile) grid_launch_dependents();
     }
     if constexpr (G::claimed) claims.ask();
-    const LinearEpilogue<G> epilogue(args, tile, dealt.segment, {base, team, dealt.segment}, sums.turn());
+    const LinearEpilogue<G> epilogue{args, tile, dealt.segment, {base, team, dealt.segment}};
     typename TotalOf<G>::Type total;
 #pragma unroll 1
     for (u32 slice = warp_k; slice < G::all_slices; slice += G::warps_k) {
@@ -213,23 +213,16 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
           const bool copies = next.tile < G::tiles;
 #pragma unroll 1
           for (u32 i = run; i != 0; --i) {
-            if constexpr (G::bulk) {
-              ring.wait();
-            } else {
-              // All lanes have done with the stage before, which is refilled, and landed this stage's.
-              cp_async_wait<stages - 2>();
-              sync_warp();
-              ring.refill(copies);
-              cp_async_commit();
-            }
+            // All lanes have done with the stage before, which is refilled, and (but for bulk copies) landed this stage's.
+            if constexpr (!G::bulk) cp_async_wait<stages - 2>();
+            sync_warp();
+            ring.refill(copies);
+            if constexpr (!G::bulk) cp_async_commit();
+            ring.copier.step();
+            ring.wait();
             product.add(ring.at, x_chunk);
             x_chunk += G::slices * G::x_chunk_bytes;
             ring.next();
-            if constexpr (G::bulk) {
-              sync_warp();  // all lanes have done with the stage, which is refilled at once
-              ring.refill(copies);
-            }
-            ring.copier.step();
           }
           left -= run;
           if (next.advance(run)) {

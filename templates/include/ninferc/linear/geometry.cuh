@@ -101,8 +101,6 @@ struct LinearGeometry : Config {
   // Units come by bulk copies where there are such: an mbarrier per stage.
   static constexpr bool in_units = Config::in_units, bulk = in_units && NINFERC_HAS_BULK_COPY;
   static constexpr u32 warp_barriers = bulk ? Config::stages * 8 : 0;
-  // Stages that are filled before anything is multiplied.
-  static constexpr u32 primed = Config::resident && bulk ? Config::stages : Config::stages - 1;
   static constexpr u32 smem_bytes = barriers_base + warps_r * warps_k * warp_barriers;
 
   static_assert(all_slices % warps_k == 0, "every warp takes the same number of slices");
@@ -116,7 +114,7 @@ struct LinearGeometry : Config {
   static_assert(!clustered || (Config::split && Config::column_blocks == 1), "a cluster is the segments of a tile");
   static_assert(!claimed || (Config::resident && !Config::split && Config::column_blocks == 1), "resident blocks take any tile");
   static_assert(chunks % slices == 0, "slices are equal: the warps of a team come to the end of a tile in the same round");
-  static_assert(!claimed || primed < chunks / slices * slices_per_warp, "copies are less than a tile ahead");
+  static_assert(!claimed || Config::stages - 1 < chunks / slices * slices_per_warp, "copies are less than a tile ahead");
   static_assert(!Config::norm || Config::resident, "the norm needs the whole activations");
   static_assert(!Config::warpgroup || (!Config::resident && whole_x && mtiles == 1 && warps_r % 4 == 0 && !Traits::grouped_int),
                 "warpgroup products take one matrix tile per warp, whole chunks, scales on weights or on rows");

@@ -103,11 +103,8 @@ struct WeightRing {
         landed(barriers), fill_landed(barriers + (stages - 1) * 8) {
 #if NINFERC_HAS_BULK_COPY
     if constexpr (G::bulk) {
-      if (elect_one()) {
-#pragma unroll
-        for (u32 stage = 0; stage < stages; ++stage) mbarrier_init(barriers + stage * 8, 1);
-        fence_mbarrier_init();
-      }
+      for (u32 stage = lane_id(); stage < stages; stage += 32) mbarrier_init(barriers + stage * 8, 1);
+      fence_mbarrier_init();
       sync_warp();
     }
 #endif
@@ -117,7 +114,7 @@ struct WeightRing {
   NINFERC_DEVICE void prime(u32 stage, bool exists) const {
     put(first + stage * G::stage_bytes, barriers + stage * 8, exists);
   }
-  // The same into the stage that was multiplied last, with which all lanes have done.
+  // The same into the stage before the one multiplied next, with which all lanes have done.
   NINFERC_DEVICE void refill(bool exists) const { put(fill, fill_landed, exists); }
   // Bulk copies: until the stage multiplied next is full.
   NINFERC_DEVICE void wait() const {

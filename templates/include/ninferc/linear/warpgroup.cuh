@@ -101,7 +101,7 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
     if constexpr (G::release == Release::late) {
       if (tile + dealt.tile_step >= dealt.end_tile) grid_launch_dependents();
     }
-    const LinearEpilogue<G> epilogue(args, tile, dealt.segment, {base, team, dealt.segment}, sums.turn());
+    const LinearEpilogue<G> epilogue{args, tile, dealt.segment, {base, team, dealt.segment}};
     typename TotalOf<G>::Type total;
 #pragma unroll 1
     for (u32 slice = warp_k; slice < G::all_slices; slice += G::warps_k) {
