@@ -62,7 +62,8 @@ def of_last_launch(engine: ctypes.CDLL, kernel: str, path: Path) -> list[Hazard]
     records = (_Record * ROOM)()
     count = min(engine.ninferc_emulator_hazards(records, ROOM), ROOM)
     return [
-        Hazard(kernel, ("RAW", "WAR", "WAW")[r.kind], r.equal, r.same_warp, "dynamic" if r.dynamic else "static", r.byte,
-               r.thread, "mbarrier" if r.other == AGENT else r.other, _place(path, r.place), _place(path, r.other_place), r.count)
+        Hazard(kernel, ("RAW", "WAR", "WAW")[r.kind], r.equal, r.same_warp, "dynamic" if r.dynamic else "static",
+               r.byte, r.thread, "mbarrier" if r.other == AGENT else r.other, _place(path, r.place),
+               _place(path, r.other_place), r.count)
         for r in records[:count]
     ]  # fmt: skip

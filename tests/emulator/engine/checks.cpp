@@ -168,29 +168,30 @@ static void access(const void* pointer, u64 bytes, bool store, const void* from)
 
 }  // namespace ninferc_emulator
 
-#define NINFERC_EMULATOR_ACCESS_(size)                                                                             \
-  extern "C" void __tsan_read##size(void* p) { ninferc_emulator::access(p, size, false, __builtin_return_address(0)); }                         \
-  extern "C" void __tsan_write##size(void* p) { ninferc_emulator::access(p, size, true, __builtin_return_address(0)); }                         \
-  extern "C" void __tsan_unaligned_read##size(void* p) { ninferc_emulator::access(p, size, false, __builtin_return_address(0)); }               \
-  extern "C" void __tsan_unaligned_write##size(void* p) { ninferc_emulator::access(p, size, true, __builtin_return_address(0)); }
+#define NINFERC_EMULATOR_TOUCH_(p, bytes, store) ninferc_emulator::access(p, bytes, store, __builtin_return_address(0))
+#define NINFERC_EMULATOR_ACCESS_(size)                                                                                \
+  extern "C" void __tsan_read##size(void* p) { NINFERC_EMULATOR_TOUCH_(p, size, false); }                             \
+  extern "C" void __tsan_write##size(void* p) { NINFERC_EMULATOR_TOUCH_(p, size, true); }                             \
+  extern "C" void __tsan_unaligned_read##size(void* p) { NINFERC_EMULATOR_TOUCH_(p, size, false); }                   \
+  extern "C" void __tsan_unaligned_write##size(void* p) { NINFERC_EMULATOR_TOUCH_(p, size, true); }
 NINFERC_EMULATOR_ACCESS_(1)
 NINFERC_EMULATOR_ACCESS_(2)
 NINFERC_EMULATOR_ACCESS_(4)
 NINFERC_EMULATOR_ACCESS_(8)
 NINFERC_EMULATOR_ACCESS_(16)
 extern "C" {
-void __tsan_read_range(void* p, unsigned long n) { ninferc_emulator::access(p, n, false, __builtin_return_address(0)); }
-void __tsan_write_range(void* p, unsigned long n) { ninferc_emulator::access(p, n, true, __builtin_return_address(0)); }
+void __tsan_read_range(void* p, unsigned long n) { NINFERC_EMULATOR_TOUCH_(p, n, false); }
+void __tsan_write_range(void* p, unsigned long n) { NINFERC_EMULATOR_TOUCH_(p, n, true); }
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_init() {}
 void* __tsan_memcpy(void* to, const void* from, unsigned long n) {
-  ninferc_emulator::access(from, n, false, __builtin_return_address(0));
-  ninferc_emulator::access(to, n, true, __builtin_return_address(0));
+  NINFERC_EMULATOR_TOUCH_(from, n, false);
+  NINFERC_EMULATOR_TOUCH_(to, n, true);
   return memcpy(to, from, n);
 }
 void* __tsan_memset(void* to, int value, unsigned long n) {
-  ninferc_emulator::access(to, n, true, __builtin_return_address(0));
+  NINFERC_EMULATOR_TOUCH_(to, n, true);
   return memset(to, value, n);
 }
 }

@@ -32,6 +32,11 @@ static u64 byte_of(const void* pointer) {
   return u64(p - current()->block->dynamic_shared) + 4 * dynamic_word();
 }
 
+static u64 byte_at(u32 address) {
+  const u32 dynamic = shared_dynamic_base();
+  return address >= dynamic ? address - dynamic + 4 * dynamic_word() : address - shared_window;
+}
+
 static void note(const Hazard& h, Fiber* fiber) {
   if (!engine.collect) {
     char who[64];
@@ -80,6 +85,23 @@ static u32 unordered(const Block* block, const Entry& e, const Warp* warp, u32 l
   return bad;
 }
 
+// An access, and the lanes of an earlier one that are not ordered before it.
+static Hazard between(const Block* block, const Access& a, const Entry& e, u32 bad, u32 byte) {
+  const u32 base = 4 * dynamic_word(), warp = a.fiber->warp->index * 32, others = a.lanes & (a.lanes - 1);
+  Hazard h{};
+  h.kind = a.kind == a_load ? 0 : e.kind == a_load ? 1 : 2;
+  h.dynamic = byte >= base;
+  h.byte = h.dynamic ? byte - base : byte;
+  h.same_warp = e.warp * 32u == warp && block == a.fiber->block;
+  h.other = e.warp * 32u + u32(__builtin_ctz(bad));
+  h.thread = warp + u32(__builtin_ctz(a.lanes));
+  if (h.thread == h.other && others) h.thread = warp + u32(__builtin_ctz(others));
+  h.place = a.place;
+  h.other_place = e.place;
+  h.count = 1;
+  return h;
+}
+
 // Whether the order of two accesses matters.
 static bool conflict(Kind a, Kind b) { return a == a_store || b == a_store ? true : a != b; }
 
@@ -98,19 +120,7 @@ static void touch(const Block* block, const Access& a, u64 first, u64 bytes) {
       const bool conflicts = conflict(a.kind, e.kind);
       const u32 bad = unordered(block, e, a.fiber->warp, a.lanes);
       if (conflicts && bad) {
-        const u32 base = 4 * dynamic_word(), byte = u32(4 * at) + u32(__builtin_ctz(e.bytes & mask));
-        Hazard h{};
-        h.kind = a.kind == a_load ? 0 : e.kind == a_load ? 1 : 2;
-        h.dynamic = byte >= base;
-        h.byte = h.dynamic ? byte - base : byte;
-        h.same_warp = e.warp == warp && block == a.fiber->block;
-        const u32 two = a.lanes & (a.lanes - 1);
-        h.other = e.warp * 32 + u32(__builtin_ctz(bad));
-        h.thread = warp * 32 + u32(__builtin_ctz(a.lanes));
-        if (h.thread == h.other && two) h.thread = warp * 32 + u32(__builtin_ctz(two));
-        h.place = a.place;
-        h.other_place = e.place;
-        h.count = 1;
+        const Hazard h = between(block, a, e, bad, u32(4 * at) + u32(__builtin_ctz(e.bytes & mask)));
         if (h.kind != 2 || !late) {
           note(h, a.fiber);
         } else if (!overwrite.held) {
@@ -142,7 +152,8 @@ u32 place_of(const void* address) {
   return a >= image_begin[1] && a < image_end[1] ? u32(a - image_begin[1]) - 1 : 0;
 }
 
-static void check_thread(Fiber* f, u64 first, u64 bytes, Kind kind, u32 place, const void* pointer = nullptr, bool pending = false) {
+static void check_thread(Fiber* f, u64 first, u64 bytes, Kind kind, u32 place, const void* pointer = nullptr,
+                         bool pending = false) {
   touch(f->block, {f, 1u << f->info.lane, kind, place, pointer, pending}, first, bytes);
 }
 
@@ -162,7 +173,8 @@ void check_shared_lanes(Warp* w, u32 lanes, const void* pointer, u64 bytes, bool
     tick = f->tick > tick ? f->tick : tick;
   }
   for (u32 rest = lanes; rest; rest &= rest - 1) w->fibers[__builtin_ctz(rest)]->tick = tick;
-  touch(w->block, {w->fibers[__builtin_ctz(lanes)], lanes, store ? a_store : a_load, place, nullptr, false}, byte_of(pointer), bytes);
+  const Access access{w->fibers[__builtin_ctz(lanes)], lanes, store ? a_store : a_load, place, nullptr, false};
+  touch(w->block, access, byte_of(pointer), bytes);
 }
 
 void check_copy(const void* pointer, u64 bytes, u32 place) {
@@ -191,12 +203,11 @@ void check_bulk_copy(Block* to, const MBarrier& m, u32 address, u64 bytes, u32 p
   if (!engine.checked) return;
   settle_overwrite();
   Fiber* f = current();
-  const u32 dynamic = shared_dynamic_base();
-  const u64 first = address >= dynamic ? address - dynamic + 4 * dynamic_word() : address - shared_window;
+  const u64 first = byte_at(address);
   touch(to, {f, 1u << f->info.lane, a_store, place, nullptr, false}, first, bytes);
-  for (u64 at = first / 4; at < (first + bytes) / 4; ++at)  // of which only the new store is left
-    words[u64(block_words) * to->slot + at].entries[0] = {m.tick + 1, 1u << (m.agent % 32), place, u8(agent_warp(m.agent)), 15, a_store,
-                                                          false};
+  const Entry entry{m.tick + 1, 1u << (m.agent % 32), place, u8(agent_warp(m.agent)), 15, a_store, false};
+  for (u64 at = first / 4; at < (first + bytes) / 4; ++at)  // a store is the only entry it leaves
+    words[u64(block_words) * to->slot + at].entries[0] = entry;
 }
 
 // An mbarrier is used: its initialisation must come before.
@@ -204,16 +215,13 @@ void check_barrier_use(u32 address, u32 place) {
   if (!engine.checked) return;
   settle_overwrite();
   Fiber* f = current();
-  const u32 dynamic = shared_dynamic_base();
-  const u64 first = address >= dynamic ? address - dynamic + 4 * dynamic_word() : address - shared_window;
+  const Access access{f, 1u << f->info.lane, a_load, place, nullptr, false};
+  const u64 first = byte_at(address);
   const Word& word = words[u64(block_words) * f->block->slot + first / 4];
   for (u32 i = 0; i < word.count; ++i) {
     const Entry& e = word.entries[i];
-    const u32 bad = unordered(f->block, e, f->warp, 1u << f->info.lane);
-    if (e.kind != a_store || !bad) continue;
-    const u32 base = 4 * dynamic_word();
-    note({0, u32(first >= base ? first - base : first), f->info.linear, e.warp * 32 + u32(__builtin_ctz(bad)), place, e.place, 1,
-          first >= base, e.warp == f->warp->index, false}, f);
+    const u32 bad = unordered(f->block, e, f->warp, access.lanes);
+    if (e.kind == a_store && bad) note(between(f->block, access, e, bad, u32(first)), f);
   }
 }
 

@@ -1,10 +1,10 @@
 // Checked kernels: what is ordered before what, by vector clocks.
 //
 // Every thread counts its releases (`tick`) and knows up to which tick of every other thread it is ordered (`known`).
-// __syncwarp, block barriers, named barriers and mbarriers pass that on; shuffles, votes and matrix products do not. Threads that
-// have met share one clock. What an mbarrier waits for besides threads (bulk copies, stores of the cluster) counts as one agent
-// of that mbarrier, which ticks when a phase is complete. Clocks are of all blocks of a cluster: who waits for another block's stores
-// is ordered after what that block did before them. Meeting the cluster orders nothing, as its arrival is relaxed.
+// __syncwarp, block barriers, named barriers and mbarriers pass that on; shuffles, votes and matrix products do not.  Threads
+// that have met share one clock.  What an mbarrier waits for besides threads (bulk copies, stores of the cluster) counts as one
+// agent of that mbarrier, which ticks when a phase is complete.  Clocks are of all blocks of a cluster: who waits for another
+// block's stores is ordered after what that block did before them.  Meeting the cluster orders nothing: its arrival is relaxed.
 #include "runtime.h"
 
 #include <stdlib.h>

@@ -23,7 +23,7 @@ struct Gathering { Clock *clock, *last; };
 struct MBarrier {
   u32 address, expected, pending, phase;
   long long bytes;
-  // Checked kernels: what has arrived in this phase and in all before; a waiter's clock before and after; the agent's number, tick.
+  // Checked kernels: what has arrived in this phase and in all before, a waiter's clock before and after, the agent.
   Gathering gathered;
   Clock *complete, *waiter, *informed;
   u32 agent, tick;
@@ -130,9 +130,9 @@ void describe_address(u64 address, char* text, unsigned long room);
 // The shared window as 32-bit addresses: static memory first, dynamic memory from the next multiple of 1024.
 constexpr u32 shared_window = 1024;
 inline u32 shared_dynamic_base() { return shared_window + (engine.static_bytes + 1023) / 1024 * 1024; }
-// Two accesses of shared memory that nothing orders. Kind: 0 a load after a store, 1 a store after a load, 2 a store after a store
-// (`equal`: of the same values). Threads are numbered in the block; from its end on they are agents of mbarriers. Places are
-// offsets in the kernel's object. Mirrored in hazards.py.
+// Two accesses of shared memory that nothing orders.  Kind: 0 a load after a store, 1 a store after a load, 2 a store after a
+// store (`equal`: of the same values).  Threads are numbered in the block; from its end on they are agents of mbarriers.  Places
+// are offsets in the kernel's object.  Mirrored in hazards.py.
 struct Hazard { u32 kind, byte, thread, other, place, other_place, count; bool dynamic, same_warp, equal; };
 
 void start_checks();
