@@ -140,8 +140,6 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   const u32 team = warp_r / G::pair, side = warp_r % G::pair, member = warp_k * G::pair + side;
   const auto x_stage = [&](u32 stage) { return base + G::x_base + (stage * G::warps_k + warp_k) * G::x_bytes; };
 
-  Meeting<G>::open(base);
-  if constexpr (G::claimed) ClaimsOf<G>::open(base);
   const Dealing<G> dealt(team);
   const u32 first_tile = dealt.first_tile, tile_step = dealt.tile_step, first_chunk = dealt.first_chunk;
   const Activations in = dealt.columns(args);
@@ -154,13 +152,15 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
     if (next.advance() && next.tile < G::tiles) ring.copier.seek(next.tile, next.number);
   };
 
-  // Weights do not depend on earlier kernels: fill the ring before waiting for these.
+  // Weights do not depend on earlier kernels: fill the ring before all else.
 #pragma unroll 1
   for (u32 stage = 0; stage + 1 < stages; ++stage) {
     ring.prime(stage, next.tile < G::tiles);
     if constexpr (G::resident && !G::bulk) cp_async_commit();
     advance();
   }
+  Meeting<G>::open(base);
+  if constexpr (G::claimed) ClaimsOf<G>::open(base);
   prefetch_scales<G>(args, dealt, member);
   if constexpr (G::resident) {
     const Prologue norm{args.norm_w, args.normed, reinterpret_cast<f32*>(smem + G::norm_base), args.eps};

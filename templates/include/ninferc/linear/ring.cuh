@@ -103,8 +103,11 @@ struct WeightRing {
         landed(barriers), fill_landed(barriers + (stages - 1) * 8) {
 #if NINFERC_HAS_BULK_COPY
     if constexpr (G::bulk) {
-      for (u32 stage = lane_id(); stage < stages; stage += 32) mbarrier_init(barriers + stage * 8, 1);
-      fence_mbarrier_init();
+      if (elect_one()) {  // without a loop over lanes, whose addresses would be made uniform one by one
+#pragma unroll
+        for (u32 stage = 0; stage < stages; ++stage) mbarrier_init(barriers + stage * 8, 1);
+        fence_mbarrier_init();
+      }
       sync_warp();
     }
 #endif
