@@ -167,11 +167,13 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
     stage_resident<G>(base + G::x_base, in, first_chunk, norm, [&]() {
       grid_dependency_wait();
       if constexpr (G::release == Release::early && !G::keep) grid_launch_dependents();
+      if constexpr (G::format == Format::nvfp4) args.divided_by = ld_nc<f32>(args.divisor);
     });
     if constexpr (G::release == Release::early && G::keep) grid_launch_dependents();
   } else {
     grid_dependency_wait();
     if constexpr (G::release == Release::early) grid_launch_dependents();
+    if constexpr (G::format == Format::nvfp4) args.divided_by = ld_nc<f32>(args.divisor);
     ChunkWalk<G> walk(first_chunk, warp_k, first_tile, tile_step);
 #pragma unroll 1
     for (u32 stage = 0; stage + 1 < stages; ++stage) {
@@ -198,7 +200,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
       if (tile + tile_step >= dealt.end_tile) grid_launch_dependents();
     }
     if constexpr (G::claimed) claims.ask();
-    const LinearEpilogue<G> epilogue{args, tile, dealt.segment, {base, team, dealt.segment}};
+    const LinearEpilogue<G> epilogue(args, tile, dealt.segment, {base, team, dealt.segment}, sums.turn());
     typename TotalOf<G>::Type total;
 #pragma unroll 1
     for (u32 slice = warp_k; slice < G::all_slices; slice += G::warps_k) {

@@ -21,6 +21,7 @@ struct LinearArguments {
   const u8* high;
   const u8* scales;
   const f32* divisor;
+  f32 divided_by;  // nvfp4: the divisor, read with the activations
   const bf16* norm_w;
   bf16* normed;
   f32 eps;
@@ -42,6 +43,23 @@ struct LinearEpilogue {
   u32 tile;
   u32 segment;  // split: of this block
   Meeting<G> meeting;
+  // A warp that finishes at most one unit of a tile asks for the scales of its rows when the tile begins: after the sums
+  // nothing would hide the way from the L2 cache.
+  static constexpr bool early_scales = G::format == Format::fp8_row && G::reduce && G::subtiles * G::ntiles <= G::team_warps;
+  bf16 scales[early_scales ? G::group_tiles : 1][2];
+
+  // `turn`: number of the unit that this warp finishes, where there is one.
+  NINFERC_DEVICE LinearEpilogue(const LinearArguments& args_, u32 tile_, u32 segment_, const Meeting<G>& meeting_, u32 turn)
+      : args(args_), tile(tile_), segment(segment_), meeting(meeting_) {
+    if constexpr (early_scales) {
+      if (!G::resident && tile >= G::tiles) return;
+      const u32 first = (turn < G::subtiles * G::ntiles ? turn : 0) / G::ntiles * G::group_tiles;
+#pragma unroll
+      for (u32 i = 0; i < G::group_tiles; ++i)
+#pragma unroll
+        for (u32 half = 0; half < 2; ++half) scales[i][half] = row_scale(first + i, half);
+    }
+  }
 
   // Outputs past the end are recognised in output_row; the weight rows that stand in for them are those of the copier.
   NINFERC_DEVICE u32 output_row(u32 group, u32 half) const {
@@ -51,19 +69,20 @@ struct LinearEpilogue {
     return WeightCopier<G>::clamped(output_row(G::swiglu ? m / 2 : m, half)) + ((G::mixed ? half : G::swiglu && m % 2) ? G::n / 2 : 0);
   }
 
+  NINFERC_DEVICE bf16 row_scale(u32 m, u32 half) const { return ld_nc<bf16>(args.scales + 2 * u64(weight_row(m, half))); }
+
   // What all columns of a segment's sum share.
   NINFERC_DEVICE void finish_segment(f32 (&v)[4], u32 m) const {
     if constexpr (G::format == Format::fp8_row) {
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
-        const f32 scale = bf16_to_f32(ld_nc<bf16>(args.scales + 2 * u64(weight_row(m, half))));
+        const f32 scale = bf16_to_f32(early_scales ? scales[m % G::group_tiles][half] : row_scale(m, half));
         v[2 * half] = v[2 * half] * G::Traits::unit * scale;
         v[2 * half + 1] = v[2 * half + 1] * G::Traits::unit * scale;
       }
     } else if constexpr (G::format == Format::nvfp4) {
-      const f32 divisor = ld_nc<f32>(args.divisor);
 #pragma unroll
-      for (u32 e = 0; e < 4; ++e) v[e] = v[e] * G::Traits::unit / divisor;
+      for (u32 e = 0; e < 4; ++e) v[e] = v[e] * G::Traits::unit / args.divided_by;
     }
   }
 

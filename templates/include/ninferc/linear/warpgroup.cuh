@@ -80,6 +80,7 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
   prefetch_scales<G>(args, dealt, member);
   grid_dependency_wait();
   if constexpr (G::release == Release::early) grid_launch_dependents();
+  if constexpr (G::format == Format::nvfp4) args.divided_by = ld_nc<f32>(args.divisor);
 
   TileActivations<G> x(in, warp_r * 32 + lane_id());
   ChunkWalk<G> x_walk(dealt.first_chunk, warp_k, dealt.first_tile, dealt.tile_step);  // what is loaded next
@@ -101,7 +102,7 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
     if constexpr (G::release == Release::late) {
       if (tile + dealt.tile_step >= dealt.end_tile) grid_launch_dependents();
     }
-    const LinearEpilogue<G> epilogue{args, tile, dealt.segment, {base, team, dealt.segment}};
+    const LinearEpilogue<G> epilogue(args, tile, dealt.segment, {base, team, dealt.segment}, sums.turn());
     typename TotalOf<G>::Type total;
 #pragma unroll 1
     for (u32 slice = warp_k; slice < G::all_slices; slice += G::warps_k) {
