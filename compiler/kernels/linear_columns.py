@@ -108,7 +108,8 @@ class Tile:
     per tile). ``split``: a block computes one segment. ``release``: when dependents may start: early, late or end.
     ``warpgroup``: products of four warps at once (warpgroup.cuh). ``mixed``: gate and up rows share a matrix tile.
     ``clustered``: split, and the blocks of a tile are a cluster whose sums meet in shared memory (meeting.cuh). ``claimed``:
-    teams take tiles while they run (claims.cuh)."""
+    teams take tiles while they run (claims.cuh). ``primed``: stages filled before the kernels in front have ended (0: all but
+    one); where bulk copies fill the ring of a resident tile."""
 
     mtiles: int
     warps_r: int
@@ -122,6 +123,7 @@ class Tile:
     mixed: bool = False
     clustered: bool = False
     claimed: bool = False
+    primed: int = 0
 
 
 def slices_of(k_segment: int) -> int:
@@ -245,6 +247,8 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
         return False
     if tile.split and (product.segments == 1 or product.epilogue == "swiglu" or product.norm):
         return False
+    if tile.primed and not (tile.primed <= tile.stages and tile.resident and product.in_units and caps.bulk_copy):
+        return False
     if tile.claimed and not _claims_fit(product, tile, caps):
         return False
     if tile.clustered and not _cluster_fits(product, tile, caps):
@@ -262,7 +266,7 @@ def _claims_fit(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
     if not caps.bulk_copy or not tile.resident or tile.split or product.bucket > product.block_columns:
         return False
     share = product.chunks // product.slices * (block_segments(product, tile) * product.slices // tile.warps_k)
-    return tile.blocks_per_sm > 0 and tile.stages - 1 < share
+    return tile.blocks_per_sm > 0 and tile.stages < share
 
 
 def _cluster_fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
@@ -339,6 +343,12 @@ def candidates(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
             yield tile
 
 
+def priming(product: Product, tile: Tile, caps: DeviceCaps) -> list[Tile]:
+    """The tile with other numbers of stages filled before the wait, where they are legal."""
+    tiles = [replace(tile, primed=primed) for primed in sorted({1, max(1, tile.stages // 2), tile.stages} - {tile.stages - 1})]
+    return [choice for choice in tiles if fits(product, choice, caps)]
+
+
 def claiming(product: Product, tile: Tile, caps: DeviceCaps) -> Tile | None:
     """The tile with claims, where some teams have several tiles and it is legal."""
     claimed = replace(tile, claimed=True, blocks_per_sm=max(1, tile.blocks_per_sm))
@@ -410,9 +420,9 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         params={"format": product.kernel_format, "n": product.n, "k": product.k, "bucket": product.block_columns,
                 "column_blocks": product.bucket // product.block_columns, "segments": product.segments,
                 "slices": product.slices, "mtiles": tile.mtiles, "warps_r": tile.warps_r, "warps_k": tile.warps_k,
-                "stages": tile.stages, "resident": tile.resident, "split": tile.split, "clustered": tile.clustered,
-                "mixed": tile.mixed, "claimed": tile.claimed, "warpgroup": tile.warpgroup, "in_units": product.in_units,
-                "norm": norm, "keep": product.keep, "epilogue": product.epilogue, "release": tile.release,
+                "stages": tile.stages, "primed": tile.primed, "resident": tile.resident, "split": tile.split,
+                "clustered": tile.clustered, "mixed": tile.mixed, "claimed": tile.claimed, "warpgroup": tile.warpgroup,
+                "in_units": product.in_units, "norm": norm, "keep": product.keep, "epilogue": product.epilogue, "release": tile.release,
                 "threads": threads, "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
         grid=(blocks, 1, 1),
         block=threads,
@@ -426,7 +436,8 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         published=("normed",) if product.keep else (),
         reason=f"{'warpgroup products, ' if tile.warpgroup else ''}{blocks} blocks of {tile.warps_r} x {tile.warps_k} warps, "
         f"{16 * tile.mtiles * pair_of(product, tile)} rows a tile{' (gate and up mixed)' if tile.mixed else ''}, K in "
-        f"{product.segments * product.slices} slices, {tile.stages} stages, activations "
+        f"{product.segments * product.slices} slices, {tile.stages} stages"
+        f"{f' ({tile.primed} filled early)' if tile.primed else ''}, activations "
         f"{'resident' if tile.resident else 'streamed'}{', a segment per block' if tile.split else ''}"
         f"{', segments meet in a cluster' if tile.clustered else ''}{', tiles claimed' if tile.claimed else ''}"
         f", dependents released {tile.release}",

@@ -16,7 +16,18 @@ from typing import Any
 from compiler.emit.cache import Job, compile_all
 from compiler.emit.render import kernel_source
 from compiler.ir.op import ref_type
-from compiler.kernels.linear_columns import Product, Tile, candidates, choose, claiming, product_of, spec_of, teams_of, tiles_of
+from compiler.kernels.linear_columns import (
+    Product,
+    Tile,
+    candidates,
+    choose,
+    claiming,
+    priming,
+    product_of,
+    spec_of,
+    teams_of,
+    tiles_of,
+)
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.program.model import Arg, Call, KernelImage, Phase
 from runtime.bench.measure import Bench
@@ -49,7 +60,7 @@ class Choice:
 
     def rounds(self, count: int) -> Iterator[list[Tile]]:
         """Tiles to measure: shapes, dealt beforehand and claimed, then for the best of them (``tile`` by then) when
-        dependents may start."""
+        dependents may start, and how much of the ring is filled early."""
         ranked = list(candidates(self.product, self.caps))
         single = [tile for tile in ranked if tile.blocks_per_sm == 1]
         fresh = [tile for tile in ranked if tile.blocks_per_sm == 0]
@@ -61,6 +72,8 @@ class Choice:
         tiles = list(dict.fromkeys([self.tile, *best, *(tile for tile in claimed if tile)]))
         yield tiles
         yield [replace(self.tile, release=release) for release in ("early", "late")]
+        plain = replace(self.tile, primed=0)
+        yield [plain, *priming(self.product, plain, self.caps)]
 
 
 class Tuner:

@@ -166,7 +166,8 @@ def test_bits_do_not_depend_on_the_tile(kernel_backend: Any, format: str, column
     weights, x = random_weights(rng, format, 128, 1280), activations(rng, columns, 1280)
     tiles = [Tile(1, 1, 2, 3, False, 0), Tile(2, 2, 1, 4, False, 1), Tile(1, 3, 2, 3, False, 0), Tile(4, 1, 2, 3, True, 0),
              Tile(1, 2, 2, 4, True, 1), Tile(2, 1, 1, 3, True, 0), Tile(1, 2, 2, 3, True, 1, claimed=True),
-             Tile(1, 3, 1, 4, True, 1, claimed=True)]  # fmt: skip
+             Tile(1, 3, 1, 4, True, 1, claimed=True), Tile(1, 1, 2, 4, True, 1, primed=1),
+             Tile(1, 2, 1, 3, True, 1, primed=3), Tile(1, 2, 2, 4, True, 1, claimed=True, primed=2)]  # fmt: skip
     outputs = []
     for i, tile in enumerate(tiles):
         target = kernel_backend.caps(sms=1 + i % 3)  # few multiprocessors: blocks walk over several tiles
@@ -374,6 +375,7 @@ def test_norm_prologue(kernel_backend: Any, columns: int) -> None:
     (Product("BF16", 80, 1280, 9, 2), Tile(2, 2, 1, 3, False, 0, split=True, clustered=True)),
     (Product("NVFP4", 128, 1280, 2), Tile(1, 2, 2, 3, True, 1, claimed=True)),
     (Product("Q4G64_F16S", 256, 640, 1, 1, "swiglu"), Tile(1, 2, 1, 4, True, 1, mixed=True, claimed=True)),
+    (Product("NVFP4", 128, 1280, 2), Tile(1, 2, 2, 5, True, 1, primed=2)),
     (Product("NVFP4", 128, 1280, 20), Tile(1, 4, 1, 3, False, 1, warpgroup=True)),
     (Product("Q6G64_F16S", 160, 2560, 1), Tile(2, 2, 4, 2, True, 1)),
 ])  # fmt: skip

@@ -63,9 +63,10 @@ struct Prologue {
 };
 
 // Brings the activations of the block's segments into shared memory, normalised if the geometry says so, by all threads;
-// ends with a barrier.  `ready` returns when they may be read; weights of the norm are loaded before.
-template <class G, class Ready>
-NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, u32 first_chunk, const Prologue& norm, Ready&& ready) {
+// ends with a barrier.  `ready` returns when they may be read; weights of the norm are loaded before.  `asked` is called once,
+// behind the first loads.
+template <class G, class Ready, class Asked>
+NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, u32 first_chunk, const Prologue& norm, Ready&& ready, Asked&& asked) {
   constexpr u32 pieces = G::block_segments * G::chunks * 16, total = G::bucket * pieces;
   constexpr u32 batch = total >= 4 * G::threads ? 4 : ceil_div(total, G::threads);
   constexpr u32 rounds = ceil_div(total, batch * G::threads);
@@ -97,6 +98,7 @@ NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, u32 first_chun
       const u32 index = first + i * G::threads;
       x[i] = inside(index) ? ld_global<u32x4>(in.at(index / pieces, column_of(index % pieces))) : u32x4{0, 0, 0, 0};
     }
+    if (round == 0) asked();
     if (round != 0) load_weights(first);
     else if constexpr (G::norm) norm_factors<G>(norm.scratch, in, norm.eps);
 #pragma unroll

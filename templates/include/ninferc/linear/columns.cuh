@@ -153,12 +153,15 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   };
 
   // Weights do not depend on earlier kernels: fill the ring before all else.
+  const auto prime = [&](u32 first, u32 end) {
 #pragma unroll 1
-  for (u32 stage = 0; stage + 1 < stages; ++stage) {
-    ring.prime(stage, next.tile < G::tiles);
-    if constexpr (G::resident && !G::bulk) cp_async_commit();
-    advance();
-  }
+    for (u32 stage = first; stage < end; ++stage) {
+      ring.prime(stage, next.tile < G::tiles);
+      if constexpr (G::resident && !G::bulk) cp_async_commit();
+      advance();
+    }
+  };
+  prime(0, G::primed);
   Meeting<G>::open(base);
   if constexpr (G::claimed) ClaimsOf<G>::open(base);
   prefetch_scales<G>(args, dealt, member);
@@ -168,6 +171,8 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
       grid_dependency_wait();
       if constexpr (G::release == Release::early && !G::keep) grid_launch_dependents();
       if constexpr (G::format == Format::nvfp4) args.divided_by = ld_nc<f32>(args.divisor);
+    }, [&]() {
+      if constexpr (G::bulk) prime(G::primed, stages);
     });
     if constexpr (G::release == Release::early && G::keep) grid_launch_dependents();
   } else {
@@ -215,16 +220,23 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
           const bool copies = next.tile < G::tiles;
 #pragma unroll 1
           for (u32 i = run; i != 0; --i) {
-            // All lanes have done with the stage before, which is refilled, and (but for bulk copies) landed this stage's.
-            if constexpr (!G::bulk) cp_async_wait<stages - 2>();
-            sync_warp();
-            ring.refill(copies);
-            if constexpr (!G::bulk) cp_async_commit();
-            ring.copier.step();
-            ring.wait();
+            if constexpr (G::bulk) {
+              ring.wait();
+            } else {
+              // All lanes have done with the stage before, which is refilled, and landed this stage's.
+              cp_async_wait<stages - 2>();
+              sync_warp();
+              ring.refill(copies);
+              cp_async_commit();
+            }
             product.add(ring.at, x_chunk);
             x_chunk += G::slices * G::x_chunk_bytes;
             ring.next();
+            if constexpr (G::bulk) {
+              sync_warp();  // all lanes have done with the stage, which is refilled at once
+              ring.refill(copies);
+            }
+            ring.copier.step();
           }
           left -= run;
           if (next.advance(run)) {

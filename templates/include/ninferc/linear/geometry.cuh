@@ -26,7 +26,7 @@ enum class Epilogue : u32 { store, store_f32, push_f32, swiglu, residual };
 // When dependent kernels may start: at once (short kernels), with the block's last tile, or at the end of the kernel.
 enum class Release : u32 { early, late, end };
 
-// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, resident, split, clustered, mixed, claimed, warpgroup
+// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, primed (0: all but one), resident, split, clustered, mixed, claimed, warpgroup
 // (warpgroup.cuh instead of columns.cuh), in_units (weights lie in units, see codec/units.cuh), norm, keep (the normalised activations are stored as well), release.
 template <class Config>
 struct LinearGeometry : Config {
@@ -101,6 +101,9 @@ struct LinearGeometry : Config {
   // Units come by bulk copies where there are such: an mbarrier per stage.
   static constexpr bool in_units = Config::in_units, bulk = in_units && NINFERC_HAS_BULK_COPY;
   static constexpr u32 warp_barriers = bulk ? Config::stages * 8 : 0;
+  // Stages filled before the wait for earlier kernels.  Resident units: the others behind the loads of the activations, which
+  // would come behind the weights; else they are refilled by the loop.
+  static constexpr u32 primed = Config::resident && bulk && Config::primed != 0 ? Config::primed : Config::stages - 1;
   static constexpr u32 smem_bytes = barriers_base + warps_r * warps_k * warp_barriers;
 
   static_assert(all_slices % warps_k == 0, "every warp takes the same number of slices");
@@ -114,7 +117,8 @@ struct LinearGeometry : Config {
   static_assert(!clustered || (Config::split && Config::column_blocks == 1), "a cluster is the segments of a tile");
   static_assert(!claimed || (Config::resident && !Config::split && Config::column_blocks == 1), "resident blocks take any tile");
   static_assert(chunks % slices == 0, "slices are equal: the warps of a team come to the end of a tile in the same round");
-  static_assert(!claimed || Config::stages - 1 < chunks / slices * slices_per_warp, "copies are less than a tile ahead");
+  static_assert(primed <= Config::stages, "of the ring");
+  static_assert(!claimed || Config::stages < chunks / slices * slices_per_warp, "copies are less than a tile ahead");
   static_assert(!Config::norm || Config::resident, "the norm needs the whole activations");
   static_assert(!Config::warpgroup || (!Config::resident && whole_x && mtiles == 1 && warps_r % 4 == 0 && !Traits::grouped_int),
                 "warpgroup products take one matrix tile per warp, whole chunks, scales on weights or on rows");

@@ -117,7 +117,7 @@ struct WeightRing {
   NINFERC_DEVICE void prime(u32 stage, bool exists) const {
     put(first + stage * G::stage_bytes, barriers + stage * 8, exists);
   }
-  // The same into the stage before the one multiplied next, with which all lanes have done.
+  // The same into the stage that was multiplied last, with which all lanes have done.
   NINFERC_DEVICE void refill(bool exists) const { put(fill, fill_landed, exists); }
   // Bulk copies: until the stage multiplied next is full.
   NINFERC_DEVICE void wait() const {
