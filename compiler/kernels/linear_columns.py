@@ -109,7 +109,7 @@ class Tile:
     ``warpgroup``: products of four warps at once (warpgroup.cuh). ``mixed``: gate and up rows share a matrix tile.
     ``clustered``: split, and the blocks of a tile are a cluster whose sums meet in shared memory (meeting.cuh). ``claimed``:
     teams take tiles while they run (claims.cuh). ``primed``: stages filled before the kernels in front have ended (0: all but
-    one); where bulk copies fill the ring of a resident tile."""
+    one); where bulk copies fill the ring of a resident tile. ``stream``: weights are the first to leave the L2 cache."""
 
     mtiles: int
     warps_r: int
@@ -124,6 +124,7 @@ class Tile:
     clustered: bool = False
     claimed: bool = False
     primed: int = 0
+    stream: bool = False
 
 
 def slices_of(k_segment: int) -> int:
@@ -177,7 +178,9 @@ def shared_bytes(product: Product, tile: Tile, caps: DeviceCaps) -> int:
     grouped = product.kernel_format in GROUPED
     chunk, padding = (X_DIGITS, 0) if grouped else (256, 64)  # bytes of a column's activations
     members = tile.warps_k * pair_of(product, tile)
-    sums = members * units_of(product, tile) * 512 if members > 1 else 0
+    columns = product.block_columns
+    unit = 32 * (ceil(columns / 2) if columns < 8 else 4) * (2 if columns == 1 else 4)  # of eight columns those that exist
+    sums = members * units_of(product, tile) * unit if members > 1 else 0
     if tile.resident:
         x = product.block_columns * (segments * product.chunks * chunk + padding)
     elif tile.warpgroup:
@@ -249,6 +252,8 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
         return False
     if tile.primed and not (tile.primed <= tile.stages and tile.resident and product.in_units and caps.bulk_copy):
         return False
+    if tile.stream and not (product.in_units and caps.bulk_copy and product.bucket == product.block_columns):
+        return False  # neighbouring blocks find each other's weights in the L2 cache
     if tile.claimed and not _claims_fit(product, tile, caps):
         return False
     if tile.clustered and not _cluster_fits(product, tile, caps):
@@ -349,6 +354,11 @@ def priming(product: Product, tile: Tile, caps: DeviceCaps) -> list[Tile]:
     return [choice for choice in tiles if fits(product, choice, caps)]
 
 
+def streaming(product: Product, tile: Tile, caps: DeviceCaps) -> list[Tile]:
+    """The tile with either priority of its weights in the L2 cache, where it is legal."""
+    return [choice for choice in (replace(tile, stream=stream) for stream in (False, True)) if fits(product, choice, caps)]
+
+
 def claiming(product: Product, tile: Tile, caps: DeviceCaps) -> Tile | None:
     """The tile with claims, where some teams have several tiles and it is legal."""
     claimed = replace(tile, claimed=True, blocks_per_sm=max(1, tile.blocks_per_sm))
@@ -420,7 +430,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         params={"format": product.kernel_format, "n": product.n, "k": product.k, "bucket": product.block_columns,
                 "column_blocks": product.bucket // product.block_columns, "segments": product.segments,
                 "slices": product.slices, "mtiles": tile.mtiles, "warps_r": tile.warps_r, "warps_k": tile.warps_k,
-                "stages": tile.stages, "primed": tile.primed, "resident": tile.resident, "split": tile.split,
+                "stages": tile.stages, "primed": tile.primed, "stream": tile.stream, "resident": tile.resident, "split": tile.split,
                 "clustered": tile.clustered, "mixed": tile.mixed, "claimed": tile.claimed, "warpgroup": tile.warpgroup,
                 "in_units": product.in_units, "norm": norm, "keep": product.keep, "epilogue": product.epilogue, "release": tile.release,
                 "threads": threads, "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
@@ -440,7 +450,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         f"{f' ({tile.primed} filled early)' if tile.primed else ''}, activations "
         f"{'resident' if tile.resident else 'streamed'}{', a segment per block' if tile.split else ''}"
         f"{', segments meet in a cluster' if tile.clustered else ''}{', tiles claimed' if tile.claimed else ''}"
-        f", dependents released {tile.release}",
+        f"{', weights leave L2 first' if tile.stream else ''}, dependents released {tile.release}",
     )
 
 

@@ -25,6 +25,7 @@ from compiler.kernels.linear_columns import (
     priming,
     product_of,
     spec_of,
+    streaming,
     teams_of,
     tiles_of,
 )
@@ -60,7 +61,7 @@ class Choice:
 
     def rounds(self, count: int) -> Iterator[list[Tile]]:
         """Tiles to measure: shapes, dealt beforehand and claimed, then for the best of them (``tile`` by then) when
-        dependents may start, and how much of the ring is filled early."""
+        dependents may start, and which priority weights have in the L2 cache and how much of the ring is filled early."""
         ranked = list(candidates(self.product, self.caps))
         single = [tile for tile in ranked if tile.blocks_per_sm == 1]
         fresh = [tile for tile in ranked if tile.blocks_per_sm == 0]
@@ -72,6 +73,7 @@ class Choice:
         tiles = list(dict.fromkeys([self.tile, *best, *(tile for tile in claimed if tile)]))
         yield tiles
         yield [replace(self.tile, release=release) for release in ("early", "late")]
+        yield streaming(self.product, self.tile, self.caps)
         plain = replace(self.tile, primed=0)
         yield [plain, *priming(self.product, plain, self.caps)]
 

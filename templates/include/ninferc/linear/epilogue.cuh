@@ -154,8 +154,29 @@ struct LinearEpilogue {
   }
 };
 
-// Sums of the slices that the warps of a tile have just computed, in shared memory, [warp of the team][unit][lane] of four
-// values; every warp finishes some units.  The warps of a pair stand side by side: gate, then up.
+// A lane's values of a unit in shared memory, where only columns of the bucket have a place.  Lanes without one read a
+// neighbour's, and nobody stores what they make of it.
+template <class G>
+struct UnitPlace {
+  static NINFERC_DEVICE u32 of_lane() { return (lane_id() / 4 * G::sum_lanes + lane_id() % 4 % G::sum_lanes) * G::sum_values * 4; }
+  static NINFERC_DEVICE void put(u32 unit, const f32 (&v)[4]) {
+    if (G::sum_lanes < 4 && lane_id() % 4 >= G::sum_lanes) return;
+    if constexpr (G::sum_values == 2) st_shared(unit + of_lane(), f32x2{v[0], v[2]});
+    else st_shared(unit + of_lane(), f32x4{v[0], v[1], v[2], v[3]});
+  }
+  // `at`: the unit plus of_lane().
+  static NINFERC_DEVICE f32x4 load(u32 at) {
+    if constexpr (G::sum_values == 2) {
+      const f32x2 v = ld_shared<f32x2>(at);
+      return {v.x, v.x, v.y, v.y};  // no zeros: dividing them takes long
+    } else {
+      return ld_shared<f32x4>(at);
+    }
+  }
+};
+
+// Sums of the slices that the warps of a tile have just computed, in shared memory, [warp of the team][unit][lane]; every
+// warp finishes some units.  The warps of a pair stand side by side: gate, then up.
 template <class G>
 struct SharedTotal {
   static constexpr u32 group_tiles = G::group_tiles;
@@ -165,8 +186,7 @@ struct SharedTotal {
     for (u32 m = 0; m < G::mtiles; ++m) {
 #pragma unroll
       for (u32 t = 0; t < G::ntiles; ++t) {
-        const f32(&v)[4] = product.sum[m][t];
-        st_shared(sums + (member * G::units + m * G::ntiles + t) * 512 + lane_id() * 16, f32x4{v[0], v[1], v[2], v[3]});
+        UnitPlace<G>::put(sums + (member * G::units + m * G::ntiles + t) * G::unit_bytes, product.sum[m][t]);
       }
     }
   }
@@ -183,7 +203,7 @@ struct SharedTotal {
 #pragma unroll
         for (u32 i = 0; i < group_tiles; ++i) {
           const u32 m = group * group_tiles + i;
-          total(epilogue, sums + (m * G::ntiles + t) * 512 + lane_id() * 16, m, v[i]);
+          total(epilogue, sums + (m * G::ntiles + t) * G::unit_bytes + UnitPlace<G>::of_lane(), m, v[i]);
         }
         epilogue.deliver(v[0], v[group_tiles - 1], group, t);
       }
@@ -197,7 +217,7 @@ struct SharedTotal {
       f32 v[4] = {0, 0, 0, 0};
 #pragma unroll
       for (u32 s = 0; s < G::slices; ++s) {
-        const f32x4 part = ld_shared<f32x4>(at + (segment * G::slices + s) * (G::pair * G::units * 512));
+        const f32x4 part = UnitPlace<G>::load(at + (segment * G::slices + s) * (G::pair * G::units * G::unit_bytes));
         v[0] = s == 0 ? part.x : v[0] + part.x;
         v[1] = s == 0 ? part.y : v[1] + part.y;
         v[2] = s == 0 ? part.z : v[2] + part.z;
@@ -228,11 +248,11 @@ struct RoundTotal {
       if (task >= tasks) break;
 #pragma unroll
       for (u32 i = 0; i < group_tiles; ++i) {
-        const u32 m = group * group_tiles + i, at = sums + (m * G::ntiles + t) * 512 + lane_id() * 16;
+        const u32 m = group * group_tiles + i, at = sums + (m * G::ntiles + t) * G::unit_bytes + UnitPlace<G>::of_lane();
 #pragma unroll
         for (u32 w = 0; w < G::warps_k; ++w) {
           const u32 slice = first + w, s = slice % G::slices;
-          const f32x4 part = ld_shared<f32x4>(at + w * (G::pair * G::units * 512));
+          const f32x4 part = UnitPlace<G>::load(at + w * (G::pair * G::units * G::unit_bytes));
           f32(&v)[4] = sum[o][i];
           v[0] = s == 0 ? part.x : v[0] + part.x;
           v[1] = s == 0 ? part.y : v[1] + part.y;

@@ -26,7 +26,7 @@ enum class Epilogue : u32 { store, store_f32, push_f32, swiglu, residual };
 // When dependent kernels may start: at once (short kernels), with the block's last tile, or at the end of the kernel.
 enum class Release : u32 { early, late, end };
 
-// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, primed (0: all but one), resident, split, clustered, mixed, claimed, warpgroup
+// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, primed (0: all but one), resident, split, clustered, mixed, stream (weights leave L2 first), claimed, warpgroup
 // (warpgroup.cuh instead of columns.cuh), in_units (weights lie in units, see codec/units.cuh), norm, keep (the normalised activations are stored as well), release.
 template <class Config>
 struct LinearGeometry : Config {
@@ -75,10 +75,13 @@ struct LinearGeometry : Config {
   static constexpr u32 x_pitch = (Config::resident ? block_segments * chunks : 1) * x_chunk_bytes + (Traits::grouped_int ? 0 : 64);
   static constexpr u32 x_bytes = Config::bucket * (Config::warpgroup ? 256 : x_pitch);  // resident: once per block; else per stage and warp of K
 
-  // Sums of the slices that the warps of a tile compute at once: a matrix tile is 512 bytes.
+  // Sums of the slices that the warps of a tile compute at once: of a matrix tile's eight columns those that exist, held by
+  // the first lanes of each four; of one column every other value of these.
   static constexpr bool reduce = team_warps > 1;
   static constexpr u32 units = mtiles * ntiles;
-  static constexpr u32 sums_bytes = reduce ? team_warps * units * 512 : 0;
+  static constexpr u32 sum_lanes = Config::bucket < 8 ? ceil_div(Config::bucket, 2u) : 4, sum_values = Config::bucket == 1 ? 2 : 4;
+  static constexpr u32 unit_bytes = 32 * sum_lanes * sum_values;
+  static constexpr u32 sums_bytes = reduce ? team_warps * units * unit_bytes : 0;
   static constexpr u32 sums_buffers = Config::resident ? 2 : 1;
 
   static constexpr u32 x_base = 0;

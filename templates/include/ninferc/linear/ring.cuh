@@ -73,8 +73,8 @@ struct UnitCopier {
   static NINFERC_DEVICE void copy_part(u32 to, const u8* from, [[maybe_unused]] u32 landed) {
     static_assert(bytes % 512 == 0 || 512 % bytes == 0, "an even share for each lane");
 #if NINFERC_HAS_BULK_COPY
-    if constexpr (G::column_blocks > 1) bulk_copy(to, from, bytes, landed);  // neighbouring blocks read the same
-    else bulk_copy_stream(to, from, bytes, landed);  // else weights would drive code and activations out of the L2 cache
+    if constexpr (G::stream) bulk_copy_stream(to, from, bytes, landed);
+    else bulk_copy(to, from, bytes, landed);
 #else
     if (bytes < 512 && lane_id() * 16 >= bytes) return;
     to += lane_at(bytes);
