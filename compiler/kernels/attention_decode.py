@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from compiler.control import MAX_CHUNKS, MAX_CONTEXT, PAGE
 from compiler.ir.op import Op, require
 from compiler.ir.types import TensorType
-from compiler.kernels.spec import DeviceCaps, KernelSpec
+from compiler.kernels.spec import BLOCK_RESERVED, DeviceCaps, KernelSpec, smem_alone
 
 TILE = 32  # keys of one shared-memory tile (decode.cuh)
 ROW_LIMIT = 48  # (column, query head) rows of one pass at most: three matrix tiles, by registers
 MAX_COLUMNS = 32  # of one lane: bits of a column mask (worklist.cuh)
 MAX_SLOTS = 8  # tiles in flight; more adds nothing once latency times bandwidth is covered
-RESERVED = 1024  # shared memory the driver keeps per block
 MERGE_SPAN = 16  # chunks that a group of threads adds up (merge_span in decode.cuh)
 PARTIAL_EARLY = ("lane_len", "page_table", "work", "work_count")
 MERGE_EARLY = ("lane_ncols", "lane_len")
@@ -45,7 +44,7 @@ def shared_bytes(dim: int, rows: int, slots: int) -> int:
 
 def _room(caps: DeviceCaps, blocks: int) -> int:
     """Shared memory of one of ``blocks`` blocks of a multiprocessor."""
-    return min(caps.smem_block, caps.smem_sm // blocks - RESERVED)
+    return min(caps.smem_block, caps.smem_sm // blocks - BLOCK_RESERVED)
 
 
 def _arch(caps: DeviceCaps) -> str:
@@ -76,8 +75,9 @@ def partial_spec(op: Op, types: Mapping[str, TensorType], width: int, caps: Devi
     def slots_for(blocks: int) -> int:
         return min(MAX_SLOTS, (_room(caps, blocks) - shared_bytes(dim, rows, 0)) // (TILE * dim * 2))
 
-    # Two blocks per multiprocessor hide each other's phases; wide passes need the registers of one.
-    blocks = 2 if rows <= 16 and slots_for(2) >= 4 else 1
+    # Two blocks per multiprocessor hide each other's phases; wide passes need the registers of one. Where there are no more
+    # blocks than multiprocessors, each has one to itself.
+    blocks = 2 if rows <= 16 and slots_for(2) >= 4 and items > caps.sms else 1
     slots = slots_for(blocks)
     require(slots >= 2, op, f"{caps.smem_block} bytes of shared memory do not hold two tiles of {TILE} keys")
     smem = shared_bytes(dim, rows, slots)
@@ -90,7 +90,7 @@ def partial_spec(op: Op, types: Mapping[str, TensorType], width: int, caps: Devi
                 "slots": slots, "smem": smem, "threads": dim, "blocks_per_sm": blocks, "early": early},  # fmt: skip
         grid=(min(caps.sms * blocks, items), 1, 1),
         block=dim,
-        smem=smem,
+        smem=smem_alone(smem, caps) if blocks == 1 else smem,
         args=("qr", "qr_stride", "kv", "lane_len", "page_table", "work", "work_count", "partial_o", "partial_ml", "scale"),
         scalars={"scale": math.log2(math.e) * dim**-0.5},
         early=PARTIAL_EARLY if early else (),

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from compiler.ir.op import Op, require
 from compiler.ir.types import TensorType
 from compiler.kernels.gdn_decode import head_shape
-from compiler.kernels.spec import DeviceCaps, KernelSpec
+from compiler.kernels.spec import BLOCK_RESERVED, DeviceCaps, KernelSpec
 from compiler.ops.gdn import CHUNK
 
 INTRA_THREADS = 128
-RESERVED = 1024  # shared memory the system keeps per block
 
 
 def intra_shared(dk: int) -> int:
@@ -40,7 +39,7 @@ def intra_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps) -> Ker
     return KernelSpec(
         entry=f"gdn_intra_h{hk}x{hv}_d{dk}_{caps.arch.replace('_', '')}",
         template="gdn_intra.cu.j2",
-        params={"block": INTRA_THREADS, "min_blocks": min(4, caps.smem_sm // (smem + RESERVED)), "dk": dk,
+        params={"block": INTRA_THREADS, "min_blocks": min(4, caps.smem_sm // (smem + BLOCK_RESERVED)), "dk": dk,
                 "key_heads": hk, "value_heads": hv, "smem": smem},
         grid=(chunks, hv, 1),
         block=INTRA_THREADS,

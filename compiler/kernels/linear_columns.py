@@ -15,7 +15,7 @@ from math import ceil
 from compiler.ir.op import Op, require
 from compiler.ir.types import IRError, TensorType
 from compiler.kernels.arrange import UNIT_FORMATS, in_units
-from compiler.kernels.spec import DeviceCaps, KernelSpec
+from compiler.kernels.spec import BLOCK_RESERVED, DeviceCaps, KernelSpec, smem_alone
 from compiler.ops.exchange_residual import PUSH_COLUMNS
 from compiler.profiles import tile_fields
 
@@ -263,7 +263,7 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
     if tile.mixed and (product.epilogue != "swiglu" or tile.mtiles != 1 or tile.warpgroup):
         return False
     smem = shared_bytes(product, tile, caps)
-    return smem <= caps.smem_block and max(1, tile.blocks_per_sm) * (smem + 1024) <= caps.smem_sm
+    return smem <= caps.smem_block and max(1, tile.blocks_per_sm) * (smem + BLOCK_RESERVED) <= caps.smem_sm
 
 
 def _claims_fit(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
@@ -317,7 +317,7 @@ def _slowdown(product: Product, tile: Tile, caps: DeviceCaps) -> float:
     blocks = ceil(tiles_of(product, tile) / teams_of(product, tile)) * sharers_of(product, tile)
     own_warps = tile.warps_r * tile.warps_k
     # Blocks that one multiprocessor holds: by shared memory, and by registers at about 80 per thread (wide: 128 and more).
-    room = min(caps.smem_sm // (shared_bytes(product, tile, caps) + 1024), (24 if product.few else 16) // own_warps or 1)
+    room = min(caps.smem_sm // (shared_bytes(product, tile, caps) + BLOCK_RESERVED), (24 if product.few else 16) // own_warps or 1)
     together = min(tile.blocks_per_sm or room, room, ceil(blocks / caps.sms))
     warps = together * own_warps
     waves = blocks / (together * caps.sms)
@@ -436,7 +436,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
                 "threads": threads, "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
         grid=(blocks, 1, 1),
         block=threads,
-        smem=smem,
+        smem=smem_alone(smem, caps) if blocks <= caps.sms else smem,
         args=tuple(args),
         scalars=scalars,
         scratch=scratch,

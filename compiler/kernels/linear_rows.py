@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from compiler.ir.types import IRError
 from compiler.kernels.arrange import in_units
-from compiler.kernels.spec import DeviceCaps, KernelSpec
+from compiler.kernels.spec import BLOCK_RESERVED, DeviceCaps, KernelSpec
 
 # Format name -> (enumerator in codec/format.cuh; bytes of 64 columns of one row: codes, high bits, scale word)
 FORMATS = {
@@ -27,7 +27,6 @@ STORES = ("bf16", "f32", "swiglu", "residual")
 # Arguments of a product that sends its tiles to the other rank (templates/include/ninferc/exchange/push.cuh)
 PUSH = ("outbox", "sequence", "step", "ordinal", "transport", "slot_words", "slot_slices", "slot_bytes", "tiles")
 STEP = 64  # columns of K per pipeline stage
-RESERVED = 1024  # shared memory the driver keeps per block
 MAX_STAGES = 8  # more adds nothing once latency times bandwidth is covered
 LOAD_THREADS = 128  # of a warpgroup kernel, besides its 256 that hold accumulators
 # Tokens of a warpgroup tile -> columns of one product. 352 is the tile of a third of a 1024-row chunk.
@@ -76,8 +75,8 @@ def tiles(fmt: str, store: str, caps: DeviceCaps) -> Iterator[Tile]:
             for tokens in (64, 128) if caps.bf16_mma else (64,):  # on FP32 units wide tiles are longer code, not faster
                 stage = _stage_bytes(fmt, rows, tokens, 128)
                 # Two blocks of four warps hide each other's barriers; otherwise one block of eight has the same warps.
-                blocks = 2 if rows == 128 and (caps.smem_sm // 2 - RESERVED) // stage >= 2 else 1
-                room = min(caps.smem_block, caps.smem_sm // blocks - RESERVED)
+                blocks = 2 if rows == 128 and (caps.smem_sm // 2 - BLOCK_RESERVED) // stage >= 2 else 1
+                room = min(caps.smem_block, caps.smem_sm // blocks - BLOCK_RESERVED)
                 tile = Tile("mma", rows, tokens, min(4, room // stage), blocks)
                 if tile.stages >= 2 and shared_bytes(fmt, store, tile) <= room:
                     yield tile

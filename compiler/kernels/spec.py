@@ -29,6 +29,19 @@ class DeviceCaps:
     code_arch: int = 0  # as in NINFERC_ARCH (860): kernels take this architecture's code paths instead of those of arch
 
 
+BLOCK_RESERVED = 1024  # bytes of shared memory that the driver keeps per block
+
+
+def smem_alone(smem: int, caps: DeviceCaps) -> int:
+    """Shared memory to launch a block with that uses ``smem`` bytes, so that no multiprocessor holds two of its kernel.
+
+    A kernel made for one block per multiprocessor takes twice as long where two stand on one and others hold none. That
+    happens when blocks are small enough: behind a programmatic edge the hardware puts them wherever the kernel before has
+    ended first.
+    """
+    return max(smem, caps.smem_sm // 2 - BLOCK_RESERVED + 128)
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """One instantiation of a template and its launch.

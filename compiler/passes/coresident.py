@@ -20,12 +20,11 @@ from math import ceil
 from compiler.ir.types import IRError
 from compiler.kernels.exchange import KINDS
 from compiler.kernels.linear_columns import MAX_CLUSTER
-from compiler.kernels.spec import DeviceCaps
+from compiler.kernels.spec import BLOCK_RESERVED, DeviceCaps
 from compiler.program.model import Call, KernelImage, Phase
 
 BLOCK_THREADS = 1024
 REGISTERS = 65536
-RESERVED = 1024  # bytes of shared memory that the driver keeps per block
 
 
 def waiting_blocks(item: Call) -> int:
@@ -43,7 +42,7 @@ def check_coresident(phases: Mapping[str, Phase], kernels: Mapping[str, KernelIm
             if (blocks := waiting_blocks(item)) > caps.sms:
                 raise IRError(f"{where}: {blocks} blocks wait for others, {caps.sms} multiprocessors hold one each")
             used = kernels[item.entry].resources
-            shared = item.smem + used.static_smem + RESERVED
+            shared = item.smem + used.static_smem + BLOCK_RESERVED
             registers = ceil(used.registers / 8) * 8 * item.block
             if item.block > BLOCK_THREADS or shared > caps.smem_sm or registers > REGISTERS:
                 raise IRError(f"{where}: a block of {item.block} threads, {shared} bytes of shared memory and {registers} "

@@ -170,7 +170,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
     stage_resident<G>(base + G::x_base, in, first_chunk, norm, [&]() {
       grid_dependency_wait();
       if constexpr (G::release == Release::early && !G::keep) grid_launch_dependents();
-      if constexpr (G::format == Format::nvfp4) args.divided_by = ld_nc<f32>(args.divisor);
+      if constexpr (G::format == Format::nvfp4) args.factor = G::Traits::unit / ld_nc<f32>(args.divisor);
     }, [&]() {
       if constexpr (G::bulk) prime(G::primed, stages);
     });
@@ -178,7 +178,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   } else {
     grid_dependency_wait();
     if constexpr (G::release == Release::early) grid_launch_dependents();
-    if constexpr (G::format == Format::nvfp4) args.divided_by = ld_nc<f32>(args.divisor);
+    if constexpr (G::format == Format::nvfp4) args.factor = G::Traits::unit / ld_nc<f32>(args.divisor);
     ChunkWalk<G> walk(first_chunk, warp_k, first_tile, tile_step);
 #pragma unroll 1
     for (u32 stage = 0; stage + 1 < stages; ++stage) {

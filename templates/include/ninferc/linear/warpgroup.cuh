@@ -80,7 +80,7 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
   prefetch_scales<G>(args, dealt, member);
   grid_dependency_wait();
   if constexpr (G::release == Release::early) grid_launch_dependents();
-  if constexpr (G::format == Format::nvfp4) args.divided_by = ld_nc<f32>(args.divisor);
+  if constexpr (G::format == Format::nvfp4) args.factor = G::Traits::unit / ld_nc<f32>(args.divisor);
 
   TileActivations<G> x(in, warp_r * 32 + lane_id());
   ChunkWalk<G> x_walk(dealt.first_chunk, warp_k, dealt.first_tile, dealt.tile_step);  // what is loaded next
