@@ -75,9 +75,8 @@ def partial_spec(op: Op, types: Mapping[str, TensorType], width: int, caps: Devi
     def slots_for(blocks: int) -> int:
         return min(MAX_SLOTS, (_room(caps, blocks) - shared_bytes(dim, rows, 0)) // (TILE * dim * 2))
 
-    # Two blocks per multiprocessor hide each other's phases; wide passes need the registers of one. Where there are no more
-    # blocks than multiprocessors, each has one to itself.
-    blocks = 2 if rows <= 16 and slots_for(2) >= 4 and items > caps.sms else 1
+    # Two blocks per multiprocessor hide each other's phases; wide passes need the registers of one.
+    blocks = 2 if rows <= 16 and slots_for(2) >= 4 else 1
     slots = slots_for(blocks)
     require(slots >= 2, op, f"{caps.smem_block} bytes of shared memory do not hold two tiles of {TILE} keys")
     smem = shared_bytes(dim, rows, slots)

@@ -321,7 +321,7 @@ def test_gate_and_up_rows_in_one_matrix_tile(kernel_backend: Any, format: str, o
 
 def in_rows(spec: KernelSpec, product: Product, tile: Tile, target: DeviceCaps) -> KernelSpec:
     """The kernel of a product whose weight's shape allows units, for a weight in rows."""
-    smem = spec.smem - (8 * tile.stages * tile.warps_r * tile.warps_k if target.bulk_copy else 0)
+    smem = int(spec.params["smem"]) - (8 * tile.stages * tile.warps_r * tile.warps_k if target.bulk_copy else 0)
     return replace(spec, entry=f"{spec.entry}_rows", smem=smem, params={**spec.params, "in_units": False, "smem": smem})
 
 
