@@ -44,6 +44,10 @@ WORDS_UP_TO = {"host": 32 << 10, "peer": 256 << 10}
 # Failed probes of this many bytes of words would hold up the host link for longer than one way.
 SPARING_FROM = 64 << 10
 SHARED_WIDTH = 6144
+# Columns that an exchange beside products receives at once, a block each, and as many send. Such a block and one of a product do
+# not fit a multiprocessor together, so each may take one from them; 16 columns of 10 KiB on their way are about what the host
+# link holds (a column takes about 5 µs, the link moves 35 GB/s each way).
+BESIDE = 16
 
 
 def _arch(caps: DeviceCaps) -> str:
@@ -56,9 +60,14 @@ def _two_ranks(op: Op) -> None:
 
 
 def begin_spec(op: Op, caps: DeviceCaps) -> KernelSpec:
-    """One thread advances the sequence numbers."""
-    return KernelSpec(f"exchange_begin_{_arch(caps)}", "exchange_begin.cu.j2", {}, (1, 1, 1), 32, 0, ("sequence", "count"),
-                      {"count": op.int_attr("count")}, waits_first=True, reason="sequence numbers of the replay")  # fmt: skip
+    """One thread advances the sequence numbers, and shares out the rows of a chunk that runs in halves."""
+    scalars: dict[str, int | float] = {"count": op.int_attr("count")}
+    if not (halves := "rows" in op.inputs):
+        return KernelSpec(f"exchange_begin_{_arch(caps)}", "exchange_begin.cu.j2", {}, (1, 1, 1), 32, 0, ("sequence", "count"),
+                          scalars, waits_first=True, reason="sequence numbers of the replay")  # fmt: skip
+    return KernelSpec(f"exchange_begin_halves_{_arch(caps)}", "exchange_begin.cu.j2", {"halves": halves}, (1, 1, 1), 32, 0,
+                      ("sequence", "count", "rows", "columns"), scalars | {"columns": op.int_attr("columns")}, waits_first=True,
+                      reason="sequence numbers of the replay, rows of each half")  # fmt: skip
 
 
 def tiles_of(spec: KernelSpec) -> Tiles | None:
@@ -131,7 +140,8 @@ def residual_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps, nor
     columns, width = types["y"].shape
     require(width % 4 == 0, op, f"width {width} is no multiple of 4")
     parts = 1 if norm is not None else _parts(columns, width, caps.sms)
-    rows = max(1, min(columns, caps.sms // parts))
+    beside = op.half is not None  # products run meanwhile: few blocks, but two on a multiprocessor if need be
+    rows = max(1, min(columns, caps.sms // parts, BESIDE if beside else columns))
     wire, pushed = op.attrs["wire"], bool(op.attrs["pushed"])
     host, peer = in_slices(op, types, "host"), in_slices(op, types, "peer")
     sparing = not host and 2 * payload(op, types) > SPARING_FROM
@@ -147,7 +157,7 @@ def residual_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps, nor
     senders = host or peer
     # Senders and receivers of many columns share multiprocessors, so that both directions of the link are busy; wider rows do
     # not fit half the registers.
-    min_blocks = 2 if senders and 2 * parts * rows > caps.sms and width // parts <= SHARED_WIDTH else 1
+    min_blocks = 2 if senders and (beside or 2 * parts * rows > caps.sms) and width // parts <= SHARED_WIDTH else 1
     flags = "".join(letter for letter, on in zip("hpxsm", (host, peer, pushed, sparing, min_blocks > 1), strict=True) if on)
     return KernelSpec(
         entry=f"exchange_residual_h{width}_{wire}_p{parts}{flags}_r{op.rank}{'_norm' if norm else ''}"
