@@ -17,8 +17,8 @@ class Backend(Protocol):
 
     ``ring`` (u32) and ``egress`` (i32) are the host rings, ``ingress`` the one writer of the ring and the count
     of launches, so that sessions may follow one another on a backend. ``launch`` may return before the work is done; ``wait``
-    blocks until every launch so far has completed and raises DeviceError when one failed. ``prefill`` names the phase that runs a
-    chunk of a prompt.
+    blocks until every launch so far has completed and raises DeviceError when one failed. ``prefill`` names the phase that
+    runs a chunk of a prompt.
     """
 
     program: Program

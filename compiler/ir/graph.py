@@ -10,7 +10,6 @@ import networkx as nx
 from compiler.ir.op import Attr, Op, definition, operand_type
 from compiler.ir.types import IRError, Kind, Ref, TensorType, Value
 
-
 HALVES = (0, 1)
 
 

@@ -44,9 +44,9 @@ WORDS_UP_TO = {"host": 32 << 10, "peer": 256 << 10}
 # Failed probes of this many bytes of words would hold up the host link for longer than one way.
 SPARING_FROM = 64 << 10
 SHARED_WIDTH = 6144
-# Columns that an exchange beside products receives at once, a block each, and as many send. Such a block and one of a product do
-# not fit a multiprocessor together, so each may take one from them; 16 columns of 10 KiB on their way are about what the host
-# link holds (a column takes about 5 µs, the link moves 35 GB/s each way).
+# Columns that an exchange beside products receives at once, a block each, and as many send. Such a block and one of a product
+# do not fit a multiprocessor together, so each may take one from them; 16 columns of 10 KiB on their way are about what the
+# host link holds (a column takes about 5 µs, the link moves 35 GB/s each way).
 BESIDE = 16
 
 

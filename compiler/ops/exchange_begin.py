@@ -14,7 +14,7 @@ from compiler.ir.types import TensorType, Value
 
 # Number of this replay's first exchange, of the next replay's; active columns in each half of a prefill chunk.
 SEQUENCE_WORDS = 4
-BASE, NEXT, HALVES = 0, 1, 2
+BASE, NEXT, SHARES = 0, 1, 2
 _MASK = (1 << 32) - 1
 
 
@@ -31,8 +31,8 @@ def signed(word: int) -> int:
 
 @register
 class ExchangeBegin(OpDef):
-    """``count``: exchanges of this phase. A fresh rank starts at number 2. With ``rows``, the active columns of a chunk that runs
-    in halves of ``columns`` each, their share in either half is noted too."""
+    """``count``: exchanges of this phase. A fresh rank starts at number 2. With ``rows``, the active columns of a chunk that
+    runs in halves of ``columns`` each, their share in either half is noted too."""
 
     kind = "exchange_begin"
     inputs = ("rows",)
@@ -53,7 +53,7 @@ class ExchangeBegin(OpDef):
         sequence[NEXT] = signed(number(base, op.int_attr("count")))
         if "rows" in op.inputs:
             rows, columns = int(ctx.whole("rows")[0]), op.int_attr("columns")
-            sequence[HALVES : HALVES + 2] = min(rows, columns), max(rows - columns, 0)
+            sequence[SHARES : SHARES + 2] = min(rows, columns), max(rows - columns, 0)
 
     def cost(self, op: Op, types: Mapping[str, TensorType], values: Mapping[str, Value]) -> Cost:
         return Cost(4 * SEQUENCE_WORDS, 4 * SEQUENCE_WORDS, 0)

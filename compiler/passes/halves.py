@@ -15,7 +15,7 @@ from compiler.ir.graph import HALVES, OpGraph
 from compiler.ir.op import Attr, Op
 from compiler.ir.types import IRError, Ref
 from compiler.kernels.exchange import KINDS
-from compiler.ops.exchange_begin import HALVES as SHARES
+from compiler.ops.exchange_begin import SHARES
 from compiler.passes.shard import at
 
 PREFILL, PREFILL_HALVES = "prefill", "prefill_halves"

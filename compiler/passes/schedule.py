@@ -98,20 +98,16 @@ class Scheduler:
         return {name: self.counters[f"{group.spec.entry}.{name}@{group.rank}"] for name in group.spec.zeroed}
 
     def _flights(self) -> dict[int, int]:
-        """Of calls beside the chain: the last call during which each may still run, that in front of the first one of its rank's
-        chain that needs it, or needs a later one beside the chain."""
-        edges, flights, end = self._hazards(), {}, dict.fromkeys((group.rank for group in self.groups), len(self.groups))
-        for index in reversed(range(len(self.groups))):
-            group = self.groups[index]
-            if group.beside:
-                needed = [after for before, after in edges if before == index and self.groups[after].rank == group.rank
-                          and not self.groups[after].beside]  # fmt: skip
-                end[group.rank] = min([end[group.rank], *needed])
-                flights[index] = end[group.rank] - 1
-        return flights
+        """Of calls beside the chain: the last call during which each may still run, that in front of the first one of its
+        rank's chain that needs it."""
+        ends = {index: len(self.groups) for index, group in enumerate(self.groups) if group.beside}
+        for before, after in self._hazards() if ends else ():
+            if before in ends and after not in ends and self.groups[before].rank == self.groups[after].rank:
+                ends[before] = min(ends[before], after)
+        return {index: end - 1 for index, end in ends.items()}
 
     def _liveness(self) -> None:
-        flights = self._flights() if any(group.beside for group in self.groups) else {}
+        flights = self._flights()
         first: dict[str, int] = {}
         for index, group in enumerate(self.groups):
             for op in group.ops:
@@ -137,9 +133,6 @@ class Scheduler:
     def _hazards(self) -> set[tuple[int, int]]:
         owner = {node: index for index, group in enumerate(self.groups) for node in group.nodes}
         edges = {(owner[u], owner[v]) for u, v in self.graph.dag.edges if owner[u] != owner[v]}
-        for rank in {group.rank for group in self.groups}:  # a rank sends a number only after it has received the one before
-            beside = [index for index, group in enumerate(self.groups) if group.beside and group.rank == rank]
-            edges |= set(zip(beside, beside[1:], strict=False))
         for before, after in edges:
             if before > after:
                 raise IRError(f"graph {self.graph.name}: call {after} is scheduled before call {before} that it needs")

@@ -1,7 +1,7 @@
 """Build a phase as one CUDA graph, node by node, and launch phases eagerly with the same kernels.
 
-The nodes of a rank form a chain, which joins any two calls that share a range by a full-completion path; branches in decode were
-measured and gain nothing (docs/performance.md). The ranks' chains are ordered by the exchanges alone. Where the device has
+The nodes of a rank form a chain, which joins any two calls that share a range by a full-completion path; branches in decode
+were measured and gain nothing (docs/performance.md). The ranks' chains are ordered by the exchanges alone. Where the device has
 programmatic edges, a node may start while its predecessor drains; each block waits (griddepcontrol.wait) before it touches
 what the predecessor wrote.
 

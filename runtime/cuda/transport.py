@@ -26,8 +26,8 @@ TRANSPORTS = (PEER, HOST, STAGED)  # in order of preference; the position is the
 # memory, while the way out of it, which takes as long, could begin only when the last of them is done; an exchange that sends
 # has both at once.
 TILES_OVER = frozenset({PEER})
-# Where exchanges of a prefill chunk run beside its products, half by half (compiler/passes/halves.py). Staged copies stay in the
-# chain: they meet both ranks.
+# Where exchanges of a prefill chunk run beside its products, half by half (compiler/passes/halves.py). Staged copies stay in
+# the chain: they join both ranks.
 HALVES_OVER = frozenset({HOST})
 SCRUB = 1 << 31  # exchanges after which old words are cleared, so that no number of the last round stands anywhere
 HANG_BYTES = 256
