@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compiler.ir.op import Op, require
 from compiler.ir.types import IRError, Ref, TensorType
@@ -46,8 +46,8 @@ SPARING_FROM = 64 << 10
 SHARED_WIDTH = 6144
 # Columns that an exchange beside products receives at once, a block each, and as many send. Such a block and one of a product
 # do not fit a multiprocessor together, so each may take one from them; 16 columns of 10 KiB on their way are about what the
-# host link holds (a column takes about 5 µs, the link moves 35 GB/s each way).
-BESIDE = 16
+# host link holds (a column takes about 5 µs, the link moves 35 GB/s each way). At most an eighth of the multiprocessors.
+BESIDE, BESIDE_SHARE = 16, 8
 
 
 def _arch(caps: DeviceCaps) -> str:
@@ -121,6 +121,16 @@ class Mail:
         return Mail(-(-words // 16) * 16, slices, -(-nbytes // 256) * 256)
 
 
+def columns_beside(caps: DeviceCaps) -> int:
+    """Columns that an exchange beside products receives at once."""
+    return max(1, min(BESIDE, caps.sms // BESIDE_SHARE))
+
+
+def caps_beside(caps: DeviceCaps) -> DeviceCaps:
+    """What such an exchange leaves to products."""
+    return replace(caps, sms=max(1, caps.sms - 2 * columns_beside(caps)))
+
+
 def _parts(columns: int, width: int, sms: int) -> int:
     """Blocks per column: as many as have PART_VALUES values each, all columns resident."""
     allowed = [p for p in range(1, sms + 1) if width // 2 % p == 0 and (p == 1 or width // p >= PART_VALUES)]
@@ -141,7 +151,7 @@ def residual_spec(op: Op, types: Mapping[str, TensorType], caps: DeviceCaps, nor
     require(width % 4 == 0, op, f"width {width} is no multiple of 4")
     parts = 1 if norm is not None else _parts(columns, width, caps.sms)
     beside = op.half is not None  # products run meanwhile: few blocks, but two on a multiprocessor if need be
-    rows = max(1, min(columns, caps.sms // parts, BESIDE if beside else columns))
+    rows = max(1, min(columns, caps.sms // parts, columns_beside(caps) if beside else columns))
     wire, pushed = op.attrs["wire"], bool(op.attrs["pushed"])
     host, peer = in_slices(op, types, "host"), in_slices(op, types, "peer")
     sparing = not host and 2 * payload(op, types) > SPARING_FROM
