@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import networkx as nx
 import pytest
+from cuda.bindings import driver
 
 from compiler.ir.graph import OpGraph
 from compiler.ir.types import IRError
 from compiler.passes.halves import PREFILL, PREFILL_HALVES, ROW_WISE, in_halves
 from compiler.program.model import WORK, Call, Phase, Program
-from runtime.cuda.graph import joins
+from runtime.cuda.device import Device
+from runtime.cuda.graph import GraphPhase, joins
+from runtime.cuda.modules import PackedArgs
 from runtime.session import Request
 from tests import models
+from tests.cli.fake_driver import OK, FakeDriver
 
 OPTIONS: dict[str, Any] = {"max_context": 256, "pairs": ((1, 1),), "tp": 2, "test_chunks": True}
 NAMES = ("dense-small", "example")
@@ -106,6 +112,32 @@ def test_the_chain_awaits_an_exchange_where_its_result_is_used(program: Program)
             assert awaited == {max(used - seen)} if used - seen else not awaited, item.entry
             assert all(early != bool(awaited) for _, early in edges[item.index])
             seen |= used
+
+
+def test_the_graph_has_these_edges(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what runs beside the chain comes first where blocks wait for room."""
+    FakeDriver().install(monkeypatch)
+    phase, nodes = program.phases[PREFILL_HALVES], itertools.count(1)
+    edges: list[tuple[int, int, bool]] = []
+    first: list[int] = []
+
+    def join(graph: Any, before: Any, after: Any, data: Any, count: int) -> tuple[Any]:
+        edges.append((int(before[0]) - 1, int(after[0]) - 1, data[0].type == driver.CUgraphDependencyType.
+                      CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC.value))  # fmt: skip
+        return (OK,)
+
+    def prefer(node: Any, attribute: Any, value: Any) -> tuple[Any]:
+        assert attribute == driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY and value.priority == -5
+        first.append(int(node) - 1)
+        return (OK,)
+
+    monkeypatch.setattr(driver, "cuGraphAddKernelNode", lambda *args: (OK, driver.CUgraphNode(next(nodes))))
+    monkeypatch.setattr(driver, "cuGraphAddDependencies", join)
+    monkeypatch.setattr(driver, "cuGraphKernelNodeSetAttribute", prefer)
+    modules: Any = SimpleNamespace(kernels=dict.fromkeys(program.kernels, driver.CUkernel(1)))
+    GraphPhase(phase, modules, [PackedArgs((), lambda arg: 0)] * len(phase.calls), [Device(0), Device(0)], True)
+    assert edges == [(before, after, early) for after, found in joins(phase, True).items() for before, early in found]
+    assert first == [item.index for item in phase.calls if item.beside]
 
 
 def test_a_rank_never_has_two_exchanges_at_once(program: Program) -> None:
