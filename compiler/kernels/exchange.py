@@ -44,10 +44,11 @@ WORDS_UP_TO = {"host": 32 << 10, "peer": 256 << 10}
 # Failed probes of this many bytes of words would hold up the host link for longer than one way.
 SPARING_FROM = 64 << 10
 SHARED_WIDTH = 6144
-# Columns that an exchange beside products receives at once, a block each, and as many send. Such a block and one of a product
-# do not fit a multiprocessor together, so each may take one from them; 16 columns of 10 KiB on their way are about what the
-# host link holds (a column takes about 5 µs, the link moves 35 GB/s each way). At most an eighth of the multiprocessors.
-BESIDE, BESIDE_SHARE = 16, 8
+# Columns that an exchange beside products receives at once, a block each, and as many send; at most a sixth of the
+# multiprocessors. Such a block and one of a product do not fit a multiprocessor together, so each may take one from them. On
+# 132, products of half a chunk of a 27B model make as many rounds on 92 as on 100; a column of 10 KiB takes a block about 5 µs,
+# so that 20 keep up with a link of 35 GB/s each way.
+BESIDE, BESIDE_SHARE = 20, 6
 
 
 def _arch(caps: DeviceCaps) -> str:
