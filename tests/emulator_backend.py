@@ -23,6 +23,7 @@ from runtime.control import Ingress
 from runtime.cuda.transport import TILES_OVER, TRANSPORTS, mail_of, operand_types, prefill_phase
 from runtime.vm.weights import WeightStore
 from tests.emulator.emulator import compile_kernel, launch
+from tests.emulator.hazards import Hazard
 from tests.kernels.encoded_weights import on_device
 
 Array = np.ndarray[Any, Any]
@@ -34,10 +35,12 @@ class EmulatorBackend:
     Of two ranks one waits for what the other one sends only later: over ``peer`` and ``host`` its mail is filled beforehand
     with what the protocol says (docs/tensor-parallel.md); every kernel that sends must leave just that in the other mail. All
     calls of the ``silent`` rank that send are left out, nothing is delivered then: set the hang word, or waits take 0.8 s of
-    the emulated clock."""
+    the emulated clock.
+
+    ``hazards`` takes what the race checker finds in each kernel's first launch of a phase."""
 
     def __init__(self, program: Program, weights: WeightStore, seed: int = 1, transport: str = "staged",
-                 tiles: bool | None = None) -> None:  # fmt: skip
+                 tiles: bool | None = None, hazards: list[Hazard] | None = None) -> None:  # fmt: skip
         self.program, self.seed, self.transport = program, seed, transport
         self.tiles = transport in TILES_OVER if tiles is None else tiles
         self.prefill = PREFILL if self.tiles or program.tp == 1 else prefill_phase(transport)
@@ -46,6 +49,8 @@ class EmulatorBackend:
         self.hang = np.zeros(64, np.uint8)
         self.silent: int | None = None
         self.unwritten = 0xFF
+        self.hazards = hazards
+        self.checked: set[tuple[str, str]] = set()
         host = {name: np.zeros(max(program.regions[0].get(name, 0), 256), np.uint8) for name in (RING, EGRESS)}
         self.memory: list[dict[str, Array]] = [
             {name: np.zeros(max(sizes.get(name, 0), 256), np.uint8) for name in DEVICE_REGIONS} | host
@@ -55,7 +60,7 @@ class EmulatorBackend:
         self.ring = self.regions[RING].view(np.uint32)
         self.egress = self.rank_egress(0)
         self.ingress = Ingress(self.ring, program.limits)
-        self._kernels: dict[str, Any] = {}
+        self._kernels: dict[tuple[str, bool], Any] = {}
         self._ends: dict[str, dict[int, int]] = {}
         ops = (op for phase in program.phases.values() for op in phase.ops())
         in_units = {weight.value.name for weight in unit_weights(program.values, ops)}
@@ -94,13 +99,14 @@ class EmulatorBackend:
         live = [p for p in holding if p.offset == arg.offset] or holding
         return min(live, key=lambda p: p.nbytes) if arg.region != WORK else max(live, key=lambda p: p.nbytes)
 
-    def _kernel(self, entry: str) -> Any:
-        if entry not in self._kernels:
+    def _kernel(self, entry: str, checked: bool = False) -> Any:
+        if (entry, checked) not in self._kernels:
             spec = self.program.kernels[entry].spec
             target = self.program.caps
-            self._kernels[entry] = compile_kernel(render(spec.template, entry, spec.params), name=entry,
-                                                  arch=target.code_arch or 10 * capability(target))  # fmt: skip
-        return self._kernels[entry]
+            self._kernels[entry, checked] = compile_kernel(render(spec.template, entry, spec.params), name=entry,
+                                                           arch=target.code_arch or 10 * capability(target),
+                                                           checked=checked or None)  # fmt: skip
+        return self._kernels[entry, checked]
 
     def launch(self, phase: str) -> None:
         item = self.program.phases[phase]
@@ -131,8 +137,11 @@ class EmulatorBackend:
                 self.memory[place.rank][WORK][place.offset : place.end] = self.unwritten
             try:
                 options: dict[str, Any] = {"cluster": call.cluster[0]} if call.cluster[0] > 1 else {}
-                launch(self._kernel(call.entry), call.grid, call.block, arguments, call.smem, self.seed, limit_seconds=300,
-                       **options)  # fmt: skip
+                if checked := self.hazards is not None and (phase, call.entry) not in self.checked:
+                    self.checked.add((phase, call.entry))
+                    options["hazards"] = self.hazards
+                kernel = self._kernel(call.entry, checked)
+                launch(kernel, call.grid, call.block, arguments, call.smem, self.seed, limit_seconds=300, **options)
             except Exception as error:
                 layer = call.ops[0].layer
                 raise RuntimeError(f"phase {phase}, call {call.index} {call.entry} (layer {layer}): {error}") from error

@@ -106,10 +106,11 @@ class GpuLauncher:
 
 
 class EmulatorLauncher:
-    """The same interface on the CPU emulator. ``seed`` picks the schedule of threads and asynchronous copies."""
+    """The same interface on the CPU emulator. ``seed`` picks the schedule of threads and asynchronous copies; ``checked``
+    kernels end at their first hazard."""
 
-    def __init__(self, seed: int = 1) -> None:
-        self.seed = seed
+    def __init__(self, seed: int = 1, checked: bool = False) -> None:
+        self.seed, self.checked = seed, checked
         self.arch = self.caps().arch
 
     def caps(self, sms: int | None = None) -> DeviceCaps:
@@ -120,7 +121,7 @@ class EmulatorLauncher:
 
         if RECORD:
             record(Path(RECORD), spec, source)
-        kernel = compile_kernel(source, name=spec.entry, arch=10 * capability(self.caps()))
+        kernel = compile_kernel(source, name=spec.entry, arch=10 * capability(self.caps()), checked=self.checked or None)
         for _ in range(repeats):
             launch(kernel, spec.grid, spec.block, args, spec.smem, self.seed, cluster=spec.cluster[0])
 

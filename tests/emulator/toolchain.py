@@ -168,7 +168,7 @@ def build(source: str, flags: Sequence[str], include_dirs: Sequence[Path], links
 def runtime_library() -> Path:
     """The emulator's engine as a shared object (NINFERC_EMULATOR_UCONTEXT=1: with the portable context switch)."""
     # One translation unit, so that the hot paths are inlined.
-    parts = ("schedule", "faults", "blocks", "launch", "warp", "memory", "copies", "checks")
+    parts = ("schedule", "faults", "blocks", "launch", "warp", "memory", "copies", "order", "hazards", "checks")
     text = "".join(f'#include "{part}.cpp"\n' for part in parts)
     flags = ["-fno-semantic-interposition", "-fno-plt"]
     if os.environ.get("NINFERC_EMULATOR_UCONTEXT") == "1":
@@ -181,6 +181,6 @@ def build_kernels(source: str, defines: Mapping[str, object], include_dirs: Sequ
     """Compiles kernel source text; `arch` is the architecture number the headers see (900 for sm_90a)."""
     flags = [*KERNEL_FLAGS, "-include", "ninferc_emulator.h", "-DNINFERC_EMULATOR=1", f"-DNINFERC_EMULATOR_ARCH={arch}"]
     if checked:
-        flags.append("-fsanitize=thread")
+        flags += ["-fsanitize=thread", "-g1"]  # lines, for the places of hazards
     flags += [f"-D{name}={value}" for name, value in sorted(defines.items())]
     return build(source, flags, (*include_dirs, TEMPLATE_INCLUDE, HERE / "include"), (runtime_library(),))

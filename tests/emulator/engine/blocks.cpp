@@ -33,6 +33,7 @@ static void start_block(Block* block) {
   block->bulk_count = 0;
   block->mbarrier_count = 0;
   block->grid_waits = 0;
+  block->agents = 0;
   memset(block->named, 0, sizeof(block->named));
   memset(block->dynamic_shared, poison_byte, block->dynamic_room);
   // Static shared memory of the running block lives in place; others keep a copy.
@@ -69,8 +70,6 @@ static void start_block(Block* block) {
       for (auto& x : w->fibers) x = nullptr;
       w->block = block;
       w->index = i / 32;
-      w->epoch = 1;
-      memset(w->known, 0, sizeof(w->known));
       w->present = w->ready = w->polling = w->waiting = w->exited = 0;
     }
     w->fibers[i % 32] = f;
@@ -78,6 +77,7 @@ static void start_block(Block* block) {
     make_context(f, fiber_main);
     make_ready(w, 1u << (i % 32));
   }
+  start_block_checks(block);
 }
 
 static void fiber_main() {
@@ -92,6 +92,7 @@ static void fiber_main() {
   Block* block = self->block;
   if (--block->running == 0) {
     check_block_end(block);
+    end_block_checks(block);
     block->live = false;
     block->cluster->blocks[block->cluster_rank] = nullptr;
     if (engine.next_block < engine.block_total) {

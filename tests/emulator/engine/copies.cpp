@@ -18,7 +18,6 @@ static bool lands_early() {
 
 static void land(const Copy& copy) {
   u8* to = static_cast<u8*>(ninferc_emulator_shared_pointer(copy.destination, 0, "cp.async"));
-  check_copy(to, copy);
   memcpy(to, copy.source, copy.valid);
   memset(to + copy.valid, 0, copy.bytes - copy.valid);
 }
@@ -40,9 +39,10 @@ static MBarrier& find_mbarrier(u32 address, const char* name) {
   fail("%s: no mbarrier was initialised at shared address 0x%x", name, address);
 }
 
-static void try_complete(MBarrier& m) {
+static void try_complete(const Block* b, MBarrier& m) {
   if (m.pending == 0 && m.bytes == 0) {
     ++m.phase;
+    complete_phase(b, m);
     m.pending = m.expected;
     engine.idle_sweeps = 0;
   }
@@ -59,7 +59,7 @@ static void deliver(Block* b, u32 i) {
   for (u32 k = 0; k < b->mbarrier_count; ++k)
     if (b->mbarriers[k].address == copy.barrier) {
       b->mbarriers[k].bytes -= copy.bytes;
-      try_complete(b->mbarriers[k]);
+      try_complete(b, b->mbarriers[k]);
     }
 }
 
@@ -80,11 +80,11 @@ extern "C" {
 
 void ninferc_emulator_cp_async(unsigned destination, const void* source, unsigned bytes, unsigned valid) {
   Fiber* self = current();
-  const Copy copy{destination, bytes, valid, self->group, source};
-  check_copy(ninferc_emulator_shared_pointer(destination, bytes, "cp.async"), copy);
+  Copy copy{destination, bytes, valid, self->group, source, lands_early()};
+  check_copy(ninferc_emulator_shared_pointer(destination, bytes, "cp.async"), bytes, place_of(__builtin_return_address(0)));
   if (valid) ninferc_emulator_check_global(source, bytes, 0, "cp.async");
-  if (lands_early()) land(copy);
-  else append(self->copies, self->copy_count, self->copy_room, copy);
+  if (copy.landed) land(copy);
+  append(self->copies, self->copy_count, self->copy_room, copy);
 }
 void ninferc_emulator_cp_async_commit() { ++current()->group; }
 void ninferc_emulator_cp_async_wait(unsigned pending) {
@@ -92,8 +92,12 @@ void ninferc_emulator_cp_async_wait(unsigned pending) {
   u32 kept = 0;
   for (u32 i = 0; i < self->copy_count; ++i) {
     const Copy& c = self->copies[i];
-    if (u64(c.group) + pending < self->group) land(c);
-    else self->copies[kept++] = c;
+    if (u64(c.group) + pending >= self->group) {
+      self->copies[kept++] = c;
+      continue;
+    }
+    if (!c.landed) land(c);
+    settle_copy(ninferc_emulator_shared_pointer(c.destination, c.bytes, "cp.async"), c.bytes);
   }
   self->copy_count = kept;
 }
@@ -104,30 +108,35 @@ void ninferc_emulator_mbarrier_init(unsigned barrier, unsigned count) {
   Block* b = current()->block;
   for (u32 i = 0; i < b->mbarrier_count; ++i)
     if (b->mbarriers[i].address == barrier) fail("mbarrier_init: shared address 0x%x holds an mbarrier already", barrier);
-  append(b->mbarriers, b->mbarrier_count, b->mbarrier_room, MBarrier{barrier, count, count, 0, 0, {}});
+  check_shared(ninferc_emulator_shared_pointer(barrier, 8, "mbarrier_init"), 8, true, place_of(__builtin_return_address(0)));
+  append(b->mbarriers, b->mbarrier_count, b->mbarrier_room, MBarrier{barrier, count, count});
+  b->mbarriers[b->mbarrier_count - 1].agent = new_agent(b);
 }
 void ninferc_emulator_mbarrier_invalidate(unsigned barrier) {
   MBarrier& m = find_mbarrier(barrier, "mbarrier_invalidate");
   Block* b = current()->block;
+  forget(m);
   m = b->mbarriers[--b->mbarrier_count];
 }
 void ninferc_emulator_mbarrier_arrive(unsigned barrier, unsigned bytes) {
   MBarrier& m = find_mbarrier(barrier, "mbarrier_arrive");
   if (m.pending == 0) fail("mbarrier_arrive: more than the %u arrivals of the phase", m.expected);
-  release_to(m, current()->warp);
+  check_barrier_use(barrier, place_of(__builtin_return_address(0)));
+  release_to(m, current());
   m.bytes += bytes;
   --m.pending;
-  try_complete(m);
+  try_complete(current()->block, m);
   maybe_preempt(current());
 }
 bool ninferc_emulator_mbarrier_try_wait(unsigned barrier, unsigned parity) {
   Fiber* self = current();
   const auto done = [&] {
-    const MBarrier& m = find_mbarrier(barrier, "mbarrier_try_wait");
+    MBarrier& m = find_mbarrier(barrier, "mbarrier_try_wait");
     if ((m.phase & 1) == (parity & 1)) return false;
-    acquire_from(m, self->warp);
+    acquire_from(m, self);
     return true;
   };
+  check_barrier_use(barrier, place_of(__builtin_return_address(0)));
   if (done()) return true;
   Block* b = self->block;
   for (u32 i = 0; i < b->bulk_count;) {
@@ -142,9 +151,9 @@ void ninferc_emulator_bulk_copy(unsigned destination, const void* source, unsign
   Block* b = current()->block;
   if (bytes == 0 || bytes % 16) fail("bulk_copy: %u bytes is not a positive multiple of 16", bytes);
   if (destination % 16 || reinterpret_cast<u64>(source) % 16) fail("bulk_copy: addresses must be multiples of 16");
-  check_bulk_copy(ninferc_emulator_shared_pointer(destination, bytes, "bulk_copy"), bytes);
+  ninferc_emulator_shared_pointer(destination, bytes, "bulk_copy");
   ninferc_emulator_check_global(source, bytes, 0, "bulk_copy");
-  find_mbarrier(barrier, "bulk_copy");
+  check_bulk_copy(b, find_mbarrier(barrier, "bulk_copy"), destination, bytes, place_of(__builtin_return_address(0)));
   append(b->bulk, b->bulk_count, b->bulk_room, BulkCopy{destination, bytes, barrier, source, 0});
   if (lands_early()) deliver(b, b->bulk_count - 1);
 }
@@ -175,9 +184,12 @@ void ninferc_emulator_st_async(unsigned destination, unsigned value, unsigned ba
   Block* b = self->block->cluster->blocks[rank];
   if (self->cluster_waits == 0) fail("st_async before the cluster has met: the other block may not have started");
   if (!b) fail("st_async: block %u of the cluster has ended", rank);
-  bool found = false;
-  for (u32 i = 0; i < b->mbarrier_count; ++i) found = found || b->mbarriers[i].address == barrier;
+  MBarrier* found = nullptr;
+  for (u32 i = 0; i < b->mbarrier_count; ++i)
+    if (b->mbarriers[i].address == barrier) found = &b->mbarriers[i];
   if (!found) fail("st_async: block %u has no mbarrier at shared address 0x%x", rank, barrier);
+  check_bulk_copy(b, *found, destination, 4, place_of(__builtin_return_address(0)));
+  release_to(*found, self);
   append(b->bulk, b->bulk_count, b->bulk_room, BulkCopy{destination, 4, barrier, nullptr, value});
   if (lands_early()) deliver(b, b->bulk_count - 1);
   engine.idle_sweeps = 0;

@@ -61,6 +61,7 @@ int ninferc_emulator_run(const ninferc_emulator_launch* launch) {
   engine.region_count = int(launch->region_count);
   engine.require_grid_wait = launch->require_grid_wait != 0;
   engine.checked = launch->checked != 0;
+  engine.collect = launch->checked == 2;
   engine.limit_seconds = launch->limit_seconds;
   engine.block_threads = launch->block[0] * launch->block[1] * launch->block[2];
   engine.block_total = launch->grid[0] * launch->grid[1] * launch->grid[2];

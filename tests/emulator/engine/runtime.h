@@ -16,9 +16,18 @@ constexpr u64 guard_bytes = 16ull << 20;  // unmapped, so it costs address space
 struct Block;
 struct Warp;
 
-struct Copy { u32 destination, bytes, valid, group; const void* source; };
+struct Copy { u32 destination, bytes, valid, group; const void* source; bool landed; };
 struct BulkCopy { u32 destination, bytes, barrier; const void* source; u32 word; };  // without a source: of the word
-struct MBarrier { u32 address, expected, pending, phase; long long bytes; u32 known[32]; };
+struct Clock;  // order.cpp
+struct Gathering { Clock *clock, *last; };
+struct MBarrier {
+  u32 address, expected, pending, phase;
+  long long bytes;
+  // Checked kernels: what has arrived in this phase and in all before, a waiter's clock before and after, the agent.
+  Gathering gathered;
+  Clock *complete, *waiter, *informed;
+  u32 agent, tick;
+};
 
 enum Operation { op_sync, op_shuffle, op_vote, op_match, op_mma, op_ldmatrix, op_stmatrix };
 
@@ -30,6 +39,7 @@ struct Request {
   const u32 *a, *b;
   float* d;
   u32* registers;
+  u32 place;
 };
 
 struct Fiber {
@@ -47,6 +57,8 @@ struct Fiber {
   int wait_line;
   const void* atomic;  // the last atomic or scoped access: not checked for races
   u32 cluster_arrivals, cluster_waits;  // of this thread
+  Clock* known;  // checked kernels, order.cpp
+  u32 tick;
   bool exited, waited;
 };
 
@@ -55,14 +67,12 @@ struct Warp {
   Block* block;
   u32 index;
   u32 present, ready, polling, waiting, exited;
-  // Checked kernels: `epoch` counts this warp's synchronisations; `known[w]` is the last epoch of warp w ordered before now.
-  u32 epoch, known[32];
 };
 
 // Blocks that run together: `phase` barriers are complete.
 struct Cluster { Block* blocks[16]; u32 arrived, phase; };
 
-struct NamedBarrier { u32 expected, arrived, predicates, warps; u32 waiting[32]; };
+struct NamedBarrier { u32 expected, arrived, predicates; u32 waiting[32]; Gathering gathered; };
 
 struct Block {
   ninferc_emulator_dim3 index;
@@ -78,7 +88,7 @@ struct Block {
   BulkCopy* bulk;
   u32 bulk_count, bulk_room;
   MBarrier* mbarriers;
-  u32 mbarrier_count, mbarrier_room;
+  u32 mbarrier_count, mbarrier_room, agents;
 };
 
 constexpr int region_writable = 1, region_constant = 2;
@@ -101,7 +111,7 @@ struct Engine {
   u32 polling, idle_sweeps;
   const Region* regions;
   int region_count;
-  bool running, failed, require_grid_wait, checked;
+  bool running, failed, require_grid_wait, checked, collect;
   double limit_seconds;
   char message[1200];
 };
@@ -120,16 +130,32 @@ void describe_address(u64 address, char* text, unsigned long room);
 // The shared window as 32-bit addresses: static memory first, dynamic memory from the next multiple of 1024.
 constexpr u32 shared_window = 1024;
 inline u32 shared_dynamic_base() { return shared_window + (engine.static_bytes + 1023) / 1024 * 1024; }
+// Two accesses of shared memory that nothing orders.  Kind: 0 a load after a store, 1 a store after a load, 2 a store after a
+// store (`equal`: of the same values).  Threads are numbered in the block; from its end on they are agents of mbarriers.  Places
+// are offsets in the kernel's object.  Mirrored in hazards.py.
+struct Hazard { u32 kind, byte, thread, other, place, other_place, count; bool dynamic, same_warp, equal; };
+
 void start_checks();
 void end_checks();
 void settle_overwrite();
-void check_shared(const void* pointer, u64 bytes, bool store);
-void check_copy(const void* pointer, const Copy& copy);
-void check_bulk_copy(const void* pointer, u64 bytes);
-void order_lanes(Warp* warp);
-void order_warps(Block* block, u32 warps);
-void release_to(MBarrier& barrier, Warp* warp);
-void acquire_from(const MBarrier& barrier, Warp* warp);
+void start_block_checks(Block* block);
+void end_block_checks(Block* block);
+u32 place_of(const void* return_address);
+void check_shared(const void* pointer, u64 bytes, bool store, u32 place);
+void check_shared_lanes(Warp* warp, u32 lanes, const void* pointer, u64 bytes, bool store, u32 place);
+void check_copy(const void* pointer, u64 bytes, u32 place);
+void settle_copy(const void* pointer, u64 bytes);
+void check_bulk_copy(Block* to, const MBarrier& barrier, u32 address, u64 bytes, u32 place);
+void check_barrier_use(u32 address, u32 place);
+void order_lanes(Warp* warp, u32 lanes);
+void arrive_at(NamedBarrier& barrier, Fiber* fiber);
+void leave(NamedBarrier& barrier, Fiber* fiber);
+void release_to(MBarrier& barrier, Fiber* fiber);
+void complete_phase(const Block* block, MBarrier& barrier);
+void acquire_from(MBarrier& barrier, Fiber* fiber);
+u32 new_agent(Block* block);
+void forget(Gathering& gathering);
+void forget(MBarrier& barrier);
 inline Fiber* current() { return reinterpret_cast<Fiber*>(ninferc_emulator_thread); }
 
 }  // namespace ninferc_emulator

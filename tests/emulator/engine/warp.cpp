@@ -85,21 +85,15 @@ static void run_mma(Warp* w, u32 kind) {
   }
 }
 
-// The last lane to arrive acts for the others: checks are made in each lane's name.
-static void check_shared_as(Fiber* fiber, const void* pointer, u64 bytes, bool store) {
-  if (!engine.checked) return;
-  ninferc_emulator_thread_info* self = ninferc_emulator_thread;
-  ninferc_emulator_thread = &fiber->info;
-  check_shared(pointer, bytes, store);
-  ninferc_emulator_thread = self;
-}
-
 static void run_matrix_move(Warp* w, const Request& r, bool store) {
   u8* rows[32];
   for (u32 i = 0; i < 8 * r.argument; ++i) {
     const u32 address = w->fibers[i]->request->value;
     if (address % 16) fail("%s: lane %u passes address 0x%x, which is not a multiple of 16", store ? "stmatrix" : "ldmatrix", i, address);
     rows[i] = static_cast<u8*>(ninferc_emulator_shared_pointer(address, 16, store ? "stmatrix" : "ldmatrix"));
+    // The lanes whose registers row i % 8 of the matrix is in, and the one that gives its address.
+    const u32 owners = r.width ? 0x11111111u << (i % 8 / 2) : 15u << (4 * (i % 8));
+    check_shared_lanes(w, owners | 1u << i, rows[i], 16, store, r.place);
   }
   for (u32 lane = 0; lane < 32; ++lane) {
     u32* registers = w->fibers[lane]->request->registers;
@@ -107,8 +101,6 @@ static void run_matrix_move(Warp* w, const Request& r, bool store) {
     for (u32 m = 0; m < r.argument; ++m) {
       u8* low = r.width ? rows[8 * m + 2 * p] + 2 * g : rows[8 * m + g] + 4 * p;
       u8* high = r.width ? rows[8 * m + 2 * p + 1] + 2 * g : low + 2;
-      check_shared_as(w->fibers[lane], low, 2, store);
-      check_shared_as(w->fibers[lane], high, 2, store);
       if (store) {
         memcpy(low, &registers[m], 2);
         memcpy(high, reinterpret_cast<u8*>(&registers[m]) + 2, 2);
@@ -138,7 +130,7 @@ static void run_shuffle(Warp* w, u32 mask) {
 
 static void run(Warp* w, Request& r, u32 mask) {
   switch (r.operation) {
-    case op_sync: order_lanes(w); break;
+    case op_sync: order_lanes(w, mask); break;
     case op_shuffle: run_shuffle(w, mask); break;
     case op_vote: {
       u32 votes = 0;
@@ -254,7 +246,7 @@ void ninferc_emulator_mma(int kind, float* d, const unsigned* a, const unsigned*
   collective(r);
 }
 
-static void matrix_move(Operation operation, unsigned* registers, unsigned row, int count, int transposed) {
+static void matrix_move(Operation operation, unsigned* registers, unsigned row, int count, int transposed, const void* from) {
   Request r{};
   r.operation = operation;
   r.kind = u32(count * 2 + transposed);
@@ -263,13 +255,14 @@ static void matrix_move(Operation operation, unsigned* registers, unsigned row, 
   r.argument = u32(count);
   r.width = u32(transposed);
   r.registers = registers;
+  r.place = place_of(from);
   collective(r);
 }
 void ninferc_emulator_ldmatrix(unsigned* registers, unsigned row, int count, int transposed) {
-  matrix_move(op_ldmatrix, registers, row, count, transposed);
+  matrix_move(op_ldmatrix, registers, row, count, transposed, __builtin_return_address(0));
 }
 void ninferc_emulator_stmatrix(const unsigned* registers, unsigned row, int count, int transposed) {
-  matrix_move(op_stmatrix, const_cast<unsigned*>(registers), row, count, transposed);
+  matrix_move(op_stmatrix, const_cast<unsigned*>(registers), row, count, transposed, __builtin_return_address(0));
 }
 
 unsigned ninferc_emulator_barrier(unsigned id, unsigned threads, int sync, int predicate, const char* file,
@@ -283,7 +276,7 @@ unsigned ninferc_emulator_barrier(unsigned id, unsigned threads, int sync, int p
   if (b.arrived == 0) b.expected = threads;
   else if (b.expected != threads) fail("%s: barrier %u is used with %u and with %u threads", name, id, b.expected, threads);
   ++b.arrived;
-  b.warps |= 1u << self->warp->index;
+  arrive_at(b, self);
   b.predicates += predicate != 0;
   self->waits_for = name;
   self->wait_file = file;
@@ -296,18 +289,19 @@ unsigned ninferc_emulator_barrier(unsigned id, unsigned threads, int sync, int p
   }
   engine.idle_sweeps = 0;
   const u32 result = b.predicates;
-  order_warps(block, b.warps);
-  b.arrived = b.predicates = b.warps = 0;
+  b.arrived = b.predicates = 0;
   for (u32 i = 0; i < block->warp_count; ++i) {
     const u32 lanes = b.waiting[i];
     b.waiting[i] = 0;
     for (u32 rest = lanes; rest; rest &= rest - 1) {
       Fiber* f = block->warps[i].fibers[__builtin_ctz(rest)];
       f->barrier_result = result;
+      leave(b, f);
       if (block->grid_waits) f->waited = true;
     }
     make_ready(&block->warps[i], lanes);
   }
+  forget(b.gathered);
   if (!sync) return 0;
   hand_over();  // this thread is ready too and is drawn like the others
   return self->barrier_result;

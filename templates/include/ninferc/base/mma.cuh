@@ -157,9 +157,14 @@ NINFERC_LDMATRIX_(_trans, ".trans")
 // stmatrix: the inverse of ldmatrix.  sm_90+.
 #if NINFERC_ARCH >= 900
 #if defined(NINFERC_EMULATOR)
+NINFERC_DEVICE void stmatrix_x2_trans(SharedAddress row, const u32 (&r)[2]) { ninferc_emulator_stmatrix(r, row.value, 2, 1); }
 NINFERC_DEVICE void stmatrix_x4(SharedAddress row, const u32 (&r)[4]) { ninferc_emulator_stmatrix(r, row.value, 4, 0); }
 NINFERC_DEVICE void stmatrix_x4_trans(SharedAddress row, const u32 (&r)[4]) { ninferc_emulator_stmatrix(r, row.value, 4, 1); }
 #else
+NINFERC_DEVICE void stmatrix_x2_trans(SharedAddress row, const u32 (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               :: "r"(row.value), "r"(r[0]), "r"(r[1]) : "memory");
+}
 NINFERC_DEVICE void stmatrix_x4(SharedAddress row, const u32 (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                :: "r"(row.value), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");

@@ -57,9 +57,11 @@ NINFERC_DEVICE bool warp_all(bool predicate, u32 mask = full_mask) { return __al
 
 // True in exactly one lane of a converged, full warp.
 NINFERC_DEVICE bool elect_one() {
-#if defined(NINFERC_EMULATOR) || NINFERC_ARCH < 900
+#if NINFERC_ARCH < 900
   __syncwarp();
   return lane_id() == 0;
+#elif defined(NINFERC_EMULATOR)
+  return __ballot_sync(full_mask, 1) != 0 && lane_id() == 0;  // orders no memory
 #else
   u32 elected;
   asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}\n" : "=r"(elected));

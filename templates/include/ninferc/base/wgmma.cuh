@@ -69,6 +69,7 @@ class WgmmaPipe {
     const u32 address = u32(descriptor & 0x3fff) * 16 + n / 64 * panel + k / 8 * group + k % 8 * 128 + n % 64 * 2;
     return *static_cast<const u16*>(ninferc_emulator_shared_pointer(address ^ ((address >> 7 & 7) << 4), 2, "wgmma"));
   }
+  static void meet() { __ballot_sync(full_mask, 1); }  // orders no memory
   static f32 value(u32 bits) { return bits_float(bits << 16); }
 
   static void run(const Product& p) {
@@ -82,7 +83,7 @@ class WgmmaPipe {
           a[i & 1][2 * source + 8 * (i >> 1) + 1] = value(bits >> 16);
         }
     } else {
-      sync_warp();
+      meet();
       for (u32 half = 0; half < 2; ++half)
         for (u32 k = 0; k < 16; ++k) a[half][k] = value(row(p.descriptor_a, warp_id() % 4 * 16 + group + 8 * half, k / 8)[k % 8]);
     }
@@ -106,7 +107,7 @@ class WgmmaPipe {
       else queue_[kept++] = queue_[i];
     }
     count_ = kept;
-    sync_warp();
+    meet();
   }
   void issue(const Product& p) {
     if (shfl(p.descriptor_b, 0) != p.descriptor_b || shfl(p.descriptor_a, 0) != p.descriptor_a)
@@ -117,10 +118,13 @@ class WgmmaPipe {
   }
 
  public:
-  void fence() { sync_warp(); }
+  void fence() { sync_warp(); }  // a product takes registers of all lanes: what they hold has been read
   void commit() { ++group_; }
   template <u32 pending>
-  void wait() { run_through(group_ > pending ? group_ - pending : 0); }
+  void wait() {
+    run_through(group_ > pending ? group_ - pending : 0);
+    sync_warp();  // what here each lane has read, the product of the whole warp reads
+  }
   template <u32 columns>
   void multiply(f32 (&d)[columns / 2], const u32 (&a)[4], u64 b) { issue({d, a, 0, b, columns, group_, false}); }
   template <u32 columns>

@@ -36,15 +36,17 @@ NINFERC_DEVICE RowScales row_scales(const Operands& o, u32 first, u32 row) {
   }
 }
 
-// Four 8x8 blocks of bf16, fragments with a weight row per lane group, to token-major shared memory.  Lane l passes the
+// Two or four 8x8 blocks of bf16, fragments with a weight row per lane group, to token-major shared memory.  Lane l passes the
 // address of token l % 8 of block l / 8.
-NINFERC_DEVICE void store_transposed(u32 address, const u32 (&r)[4]) {
+template <u32 count>
+NINFERC_DEVICE void store_transposed(u32 address, const u32 (&r)[count]) {
 #if NINFERC_ARCH >= 900
-  stmatrix_x4_trans(address, r);
+  if constexpr (count == 2) stmatrix_x2_trans(address, r);
+  else stmatrix_x4_trans(address, r);
 #else
   const u32 group = lane_id() / 4, pair = lane_id() % 4;
 #pragma unroll
-  for (u32 block = 0; block < 4; ++block)
+  for (u32 block = 0; block < count; ++block)
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
       const u32 row = shfl(address, block * 8 + 2 * pair + half);
@@ -83,10 +85,8 @@ NINFERC_DEVICE void put(const f32 (&d)[4 * blocks], RowScales scale, u32 staging
                            silu_fast(d[e + 1] * scale.low) * (d[e + 3] * scale.high));
       }
       if (blocks % 4 != 0 && j + 4 > blocks) {
-        // Two blocks are left: the other half of the lanes writes the same two again.
-#pragma unroll
-        for (u32 i = 0; i < 2; ++i) r[i + 2] = r[i];
-        store_transposed(staging + (column + j * 8 + lane % 16) * S::pitch + row, r);
+        const u32 left[2] = {r[0], r[1]};
+        store_transposed(staging + (column + j * 8 + lane % 16) * S::pitch + row, left);
       } else {
         store_transposed(address + j * 8 * S::pitch, r);
       }
@@ -104,6 +104,7 @@ NINFERC_DEVICE void put(const f32 (&d)[4 * blocks], RowScales scale, u32 staging
         if constexpr (S::store == Store::residual) a += bf16x2_lo(r[i]), b += bf16x2_hi(r[i]);
         r[i] = pack_bf16x2(a, b);
       }
+      if constexpr (S::store == Store::residual) sync_warp();  // results take the place of what other lanes read
       store_transposed(address + j * 8 * S::pitch, r);
     }
   }

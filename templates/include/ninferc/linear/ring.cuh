@@ -66,8 +66,8 @@ struct UnitCopier {
       copy_part<bytes / halves>(to + i * (bytes / halves), from + u64(first + i * up) * (bytes / halves), landed);
   }
 
-  // What a lane of its own copies of `bytes` that lie together: every 512 bytes 16 of them.  Where there are fewer, several
-  // lanes copy the same: no copy is conditional.
+  // What a lane of its own copies of `bytes` that lie together: every 512 bytes 16 of them.  Where there are fewer, the first
+  // lanes do.
   static NINFERC_DEVICE u32 lane_at(u32 bytes) { return NINFERC_HAS_BULK_COPY ? 0 : lane_id() * 16 % (bytes < 512 ? bytes : 512); }
   template <u32 bytes>
   static NINFERC_DEVICE void copy_part(u32 to, const u8* from, [[maybe_unused]] u32 landed) {
@@ -75,6 +75,7 @@ struct UnitCopier {
 #if NINFERC_HAS_BULK_COPY
     bulk_copy(to, from, bytes, landed);
 #else
+    if (bytes < 512 && lane_id() * 16 >= bytes) return;
     to += lane_at(bytes);
 #pragma unroll
     for (u32 at = 0; at < bytes; at += 512) cp_async_16(to + at, from + at);

@@ -73,6 +73,7 @@ struct WeightCopier {
     begin += G::slices * 128;
   }
 
+  // Where a chunk has less of a kind than 32 lanes copy, the first lanes do.
   NINFERC_DEVICE void copy(u32 stage) const {
     const u32 to = stage + stored_offset();
 #pragma unroll
@@ -95,6 +96,7 @@ struct WeightCopier {
         if (!G::whole_rows && base > 0)
           from = high_at + (i64(weight_row((base + row) / 16, row % 16)) - i64(weight_row(row / 16, row % 16))) *
                                i64(high_row_bytes);
+        if (high_rows * high_pieces < 32 && lane >= high_rows * high_pieces) break;
         cp_async_16(to_high + base * high_bytes, from);
       }
     }
@@ -118,6 +120,7 @@ struct WeightCopier {
         if (!G::whole_rows && base > 0)
           from = scales_at + (i64(weight_row((base + row) / 16, row % 16)) - i64(weight_row(row / 16, row % 16))) *
                                  i64(G::groups * 2);
+        if (G::mtiles == 1 && lane >= 16) break;
         cp_async_small<G::scale_row>(stage + G::scale_offset + (base + row) * G::scale_row, from);
       }
     }
