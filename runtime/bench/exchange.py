@@ -30,7 +30,7 @@ from runtime.cuda.device import Device, rank_caps
 from runtime.cuda.driver import DeviceError
 from runtime.cuda.graph import GraphPhase
 from runtime.cuda.modules import Modules, PackedArgs
-from runtime.cuda.transport import HOST, PEER, STAGED, TILES_OVER, TRANSPORTS, Staging, peer_access
+from runtime.cuda.transport import HOST, PEER, STAGED, TRANSPORTS, Staging, peer_access
 
 DELAY_NS = 4000
 WIDTH = 5120  # hidden width of the 27B models: a column is 20 KiB of FP32 partial sums
@@ -230,8 +230,9 @@ class _Products:
 def bench_fused(devices: Sequence[int], columns: int = 1, transport: str = PEER, exchanges: int = 128,
                 replays: int = 20) -> list[ExchangeRow]:  # fmt: skip
     """What an exchange of ``columns`` columns adds to a graph of products [5120, 3072], residual and norm: sent by the product
-    (fused: words of few columns, tiles of many where the transport carries them) and by a kernel of its own. Both give the
-    same bits on both ranks, or DeviceError is raised."""
+    (fused: words of few columns, tiles of many) and by a kernel of its own. Over transports that carry no words or tiles of
+    products (runtime/cuda/transport.py) the kernels of the fused graph leave them to the exchange, as in programs. Both give
+    the same bits on both ranks, or DeviceError is raised."""
     import time
 
     pair, caps = _open(devices, transport)
@@ -246,7 +247,7 @@ def bench_fused(devices: Sequence[int], columns: int = 1, transport: str = PEER,
         every = [spec for ranks in links.values() for both in ranks for spec in both]
         modules = _load([begin, *bare, *every], pair, caps)
         chain = Chain(pair, modules, Links(begin, bare), WIDTH, columns, products.wire, transport, products.mail(links), 1,
-                      caps.programmatic_edges, tiles=transport in TILES_OVER)  # fmt: skip
+                      caps.programmatic_edges, tiles=None)  # fmt: skip
         products.place(chain, every)
         seconds, digests = {}, {}
         for how, specs in links.items():
@@ -287,8 +288,7 @@ def bench_fused(devices: Sequence[int], columns: int = 1, transport: str = PEER,
 def run(devices: Sequence[int], columns: Sequence[int] = (1, 4, 8, 64), transports: Sequence[str] = TRANSPORTS,
         exchanges: int = 128) -> Iterator[ExchangeRow]:  # fmt: skip
     """Rows of ``ninferc bench exchange --devices A,B``: every transport the pair has; both wires, fused and not, and the
-    payload of a chunk of prefill (1024 columns of BF16), which products send over host memory too (programs do not:
-    runtime/cuda/transport.py)."""
+    payload of a chunk of prefill (1024 columns of BF16)."""
     for transport in transports:
         if transport == PEER:
             try:

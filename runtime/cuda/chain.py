@@ -87,15 +87,16 @@ def make_call(index: int, rank: int, spec: KernelSpec, ordinal: int, addresses: 
 
 
 class Chain:
-    """``count`` exchanges of ``columns`` × ``width``, ``wire`` f32 or bf16, over ``transport``. Raises DeviceError."""
+    """``count`` exchanges of ``columns`` × ``width``, ``wire`` f32 or bf16, over ``transport``; ``tiles`` as of
+    Exchange, its own graph has no products that could send any. Raises DeviceError."""
 
     def __init__(self, devices: list[Device], modules: Modules, links: Links, width: int, columns: int, wire: str,
                  transport: str, mail: Mail, count: int, programmatic: bool, seed: int = 1,
-                 tiles: bool = False) -> None:  # fmt: skip
+                 tiles: bool | None = False) -> None:  # fmt: skip
         self.devices, self.wire, self.count, self.shape = devices, wire, count, (columns, width)
         self._opened: list[tuple[Device, int]] = []
         self._graph: GraphPhase | None = None
-        self.exchange = Exchange(devices, mail, transport, tiles)  # its own graph has no products that could send any
+        self.exchange = Exchange(devices, mail, transport, tiles)
         try:
             parts, totals = payloads(np.random.default_rng(seed), self.shape, wire)
             self.want = sum(totals[: count % SETS], np.zeros(self.shape, np.float32))

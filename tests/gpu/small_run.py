@@ -37,6 +37,8 @@ def _run(session: Session, requests: list[Request]) -> list[list[int]]:
 def run(backend: Backend, part: str = "") -> list[list[int]]:
     """Two lanes through two prefill chunks and short ones, greedy and sampled; then a prompt through four decode columns and a
     token through one. Parts: a chunk and its first token; steps of two lanes, of four columns, of one."""
+    if part not in ("", *PARTS):
+        raise ValueError(f"part {part!r}: {', '.join(PARTS)} are known")
     chunks, wide = Session(backend, depth=0), Session(backend, prefill="none", depth=0, columns=4)
     if part == "prefill":
         return _run(chunks, [Request(list(range(300, 330)), 1)])

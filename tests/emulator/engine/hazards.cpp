@@ -56,7 +56,8 @@ static void note(const Hazard& h, Fiber* fiber) {
       return;
     }
   }
-  if (hazard_count < sizeof(hazards) / sizeof(hazards[0])) hazards[hazard_count++] = h;
+  if (hazard_count == sizeof(hazards) / sizeof(hazards[0])) fail("hazards at more than %u pairs of places", hazard_count);
+  hazards[hazard_count++] = h;
 }
 
 // Called before anything else runs after an instrumented store.
