@@ -76,7 +76,9 @@ def test_chunks_in_halves(monkeypatch: pytest.MonkeyPatch, limit: int, prompt: i
     assert run(2, Sampling(), "host", **options) == run(2, Sampling(), "staged", **options)
 
 
-@pytest.mark.parametrize(("wire", "wgmma"), [("bf16", False), ("f32", True)], ids=["bf16 on warp-level products", "f32"])
+@pytest.mark.parametrize(("wire", "wgmma"), [
+    pytest.param("bf16", False, id="bf16 on warp-level products", marks=pytest.mark.slow), pytest.param("f32", True, id="f32"),
+])  # fmt: skip
 def test_tiles_of_products_give_the_bits_of_exchanges(wire: str, wgmma: bool) -> None:
     """Whatever sends a chunk's sums, over either memory."""
     options: dict[str, Any] = {"prefill": "chunks", "wgmma": wgmma, "exchange_prefill": wire}
