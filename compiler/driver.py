@@ -27,6 +27,7 @@ from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.model import ModelError, ModelSpec, bind, spec_from_config
 from compiler.ops.attn_prepare import frequency_table, native_frequencies
 from compiler.passes.coresident import check_coresident
+from compiler.passes.halves import PREFILL, in_halves
 from compiler.passes.lower import lower
 from compiler.passes.memory import align
 from compiler.passes.schedule import Group, Scheduler
@@ -189,7 +190,7 @@ def limits_of(spec: ModelSpec, options: CompileOptions) -> ControlLimits:
 def phase_requests(limits: ControlLimits, options: CompileOptions) -> list[PhaseRequest]:
     """The graphs of a program: decode pairs, one prefill chunk, and scoring (all-column head)."""
     requests = [PhaseRequest(f"decode{b}x{t}", "decode", b, t) for b, t in options.decode_pairs()]
-    requests.append(PhaseRequest("prefill", "prefill", 1, limits.chunk))
+    requests.append(PhaseRequest(PREFILL, "prefill", 1, limits.chunk))
     if options.score:
         requests.append(PhaseRequest("score", "prefill", 1, limits.score_chunk, all_columns=True, sample=False))
     return requests
@@ -273,6 +274,7 @@ def compile_program(artifact: ArtifactSource, caps: DeviceCaps, options: Compile
         sharder = Sharder(spec, options.tp, builder.shared, {"decode": options.exchange, "prefill": options.exchange_prefill},
                           options.fused)  # fmt: skip
         graphs = [check(sharder.run(graph)) for graph in graphs]
+        graphs += [check(in_halves(graph)) for graph in graphs if graph.name == PREFILL]
         shared = sharder.shared
         stages.done("sharding")
     graphs = [check(lower(graph, caps)) for graph in graphs]

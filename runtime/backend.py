@@ -6,6 +6,7 @@ from typing import Protocol
 
 from compiler.control import egress_extent
 from compiler.ir.op import Array
+from compiler.passes.halves import PREFILL
 from compiler.program.model import Program
 from runtime.control import Ingress
 from runtime.vm import Machine
@@ -16,13 +17,15 @@ class Backend(Protocol):
 
     ``ring`` (u32) and ``egress`` (i32) are the host rings, ``ingress`` the one writer of the ring and the count
     of launches, so that sessions may follow one another on a backend. ``launch`` may return before the work is done; ``wait``
-    blocks until every launch so far has completed and raises DeviceError when one failed.
+    blocks until every launch so far has completed and raises DeviceError when one failed. ``prefill`` names the phase that
+    runs a chunk of a prompt.
     """
 
     program: Program
     ring: Array
     egress: Array
     ingress: Ingress
+    prefill: str
 
     def launch(self, phase: str) -> None: ...
 
@@ -52,6 +55,7 @@ class BackendAround:
         self.ring: Array = inner.ring
         self.egress: Array = inner.egress
         self.ingress: Ingress = inner.ingress
+        self.prefill = inner.prefill
 
     def launch(self, phase: str) -> None:
         self.inner.launch(phase)
@@ -84,6 +88,7 @@ class VMBackend:
         self.ring = machine.ring
         self.egress = self.rank_egress(0)
         self.ingress = Ingress(self.ring, self.program.limits)
+        self.prefill = PREFILL
 
     def launch(self, phase: str) -> None:
         self.machine.run(phase)

@@ -293,7 +293,7 @@ class Session:
         return lane.queued
 
     def _prefill_chunk(self, lane: Lane) -> None:
-        phase = self.program.phases["prefill"]
+        phase = self.program.phases[self.backend.prefill]
         prompt = lane.request.prompt
         count = min(phase.width, len(prompt) - lane.fed)
         final = lane.fed + count == len(prompt)
@@ -306,7 +306,7 @@ class Session:
         for axis in range(3):
             write(at, "pf_positions", list(range(lane.fed, lane.fed + count)), (axis, 0))
         lane.fed += count
-        self._launch("prefill")
+        self._launch(phase.name)
 
     def _launch(self, phase: str) -> None:
         self.backend.launch(phase)

@@ -15,11 +15,12 @@ from compiler.ir.types import Kind
 from compiler.kernels.arrange import unit_weights
 from compiler.kernels.exchange import KINDS, Mail, in_slices, payload, tiles_of
 from compiler.ops.exchange_begin import BASE, number
+from compiler.passes.halves import PREFILL
 from compiler.passes.schedule import CHANNEL
 from compiler.passes.shard import at
 from compiler.program.model import CONTROL, DEVICE_REGIONS, EGRESS, RING, WORK, Arg, Call, Phase, Placement, Program
 from runtime.control import Ingress
-from runtime.cuda.transport import TILES_OVER, TRANSPORTS, mail_of, operand_types
+from runtime.cuda.transport import TILES_OVER, TRANSPORTS, mail_of, operand_types, prefill_phase
 from runtime.vm.weights import WeightStore
 from tests.emulator.emulator import compile_kernel, launch
 from tests.emulator.hazards import Hazard
@@ -42,6 +43,7 @@ class EmulatorBackend:
                  tiles: bool | None = None, hazards: list[Hazard] | None = None) -> None:  # fmt: skip
         self.program, self.seed, self.transport = program, seed, transport
         self.tiles = transport in TILES_OVER if tiles is None else tiles
+        self.prefill = PREFILL if self.tiles or program.tp == 1 else prefill_phase(transport)
         self.mail = mail_of(program) if program.tp > 1 else Mail(0, 0, 0)
         self.boxes = [np.zeros(max(self.mail.size, 8), np.uint8) for _ in range(program.tp)]
         self.hang = np.zeros(64, np.uint8)
@@ -150,8 +152,12 @@ class EmulatorBackend:
         """(offset, bytes) that ``rank`` leaves in the other rank's mail for an exchange; prefill sends active rows only."""
         name = "peer_1" if rank != op.rank else "candidates" if op.kind == "sample_merge" else "partial"
         types, place = operand_types(self.program, phase, op), self.program.placement(phase, op.inputs[name].value)
-        raw = self.memory[place.rank][place.region][place.offset : place.end][: payload(op, types)]
-        rows = int(self.read("pf_lane_ncols", rank)[0]) if "rows" in op.inputs else types[name].shape[0]
+        nbytes, half = payload(op, types), op.half
+        raw = self.memory[place.rank][place.region][place.offset : place.end][nbytes * (half or 0) :][:nbytes]
+        rows = types[name].shape[0]
+        if "rows" in op.inputs:
+            total = int(self.read("pf_lane_ncols", rank)[0])
+            rows = total if half is None else min(max(total - half * rows, 0), rows)
         raw = raw[: raw.size * rows // types[name].shape[0]].copy()
         base = int(self.read("exchange_sequence", rank).view(np.uint32)[BASE])
         stamp = np.uint64(number(base, op.int_attr("ordinal")) << 32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compiler.explain.roofline import Rates, call_seconds, rates, slots_per_weight
-from compiler.ir.op import Cost, Op, definition, ref_type
+from compiler.ir.op import Cost, Op, definition, operand_type
 from compiler.ir.types import Kind, TensorType, Value
 from compiler.ops.attention import keys_cost
 from compiler.program.model import Call, KernelImage, Phase, Program
@@ -47,7 +47,7 @@ def call_cost(program: Program, phase: Phase, call: Call, keys: int) -> Cost:
     read = written = flops = 0
     for op in call.ops:
         values = {ref.value: _value(program, phase, call, ref.value) for _, ref in op.refs()}
-        types: dict[str, TensorType] = {name: ref_type(ref, values[ref.value]) for name, ref in op.refs()}
+        types: dict[str, TensorType] = {name: operand_type(op, ref, values[ref.value]) for name, ref in op.refs()}
         costs = [definition(op.kind).cost(op, types, values)]
         if op.kind in _READS_CACHE:
             costs.append(_cache_cost(op, phase, keys))

@@ -105,7 +105,8 @@ def explain_html(program: Program, phases: Iterable[str] | None = None, keys: in
     yield f"<h1>{escape(name)} {escape(program.artifact.weights_id)} for {escape(program.caps.arch)}</h1>\n<pre>"
     yield escape("\n".join(program_lines(program, at))) + "</pre>\n"
     yield ("<p>Arcs join a call with the calls that must have completed; bars are the least time the card allows; "
-           "point at a call for its details. Edges: distances back; pdl lets a kernel start while the one before drains. "
+           "point at a call for its details. Edges: distances back; pdl lets a kernel start while the one before drains; "
+           "beside the chain of its rank it runs while others do. "
            "slots/w: instruction slots per weight while the weights stream at full bandwidth.</p>\n")  # fmt: skip
     chosen = list(phases or program.phases)
     for label in chosen:

@@ -26,7 +26,7 @@ def edges(call: Call) -> str:
     """Calls that must have completed, as distances back, and the kind of the edge to the call before."""
     back = sorted(call.index - dep for dep in call.deps)
     shown = ",".join(map(str, back[:4])) + (f",+{len(back) - 4}" if len(back) > 4 else "")
-    return (f"-{shown}" if shown else "none") + (" pdl" if call.programmatic else " full")
+    return (f"-{shown}" if shown else "none") + (" beside" if call.beside else " pdl" if call.programmatic else " full")
 
 
 def launch(call: Call) -> str:
@@ -102,7 +102,8 @@ def explain_text(program: Program, phases: Iterable[str] | None = None, keys: in
     """Lines for a terminal. ``keys``: tokens in the cache that costs assume; default: a full context.
 
     Edges: distances back to the calls that must have completed; ``pdl`` edges let a kernel start while the one before
-    drains. ``slots/w``: instruction slots per weight while the weights stream at full bandwidth.
+    drains, calls ``beside`` the chain of their rank run while it goes on.
+    ``slots/w``: instruction slots per weight while the weights stream at full bandwidth.
     """
     at = rates(program.caps)
     depth = program.limits.max_context if keys is None else keys

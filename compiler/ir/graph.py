@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import networkx as nx
 
-from compiler.ir.op import Attr, Op, definition, ref_type
+from compiler.ir.op import Attr, Op, definition, operand_type
 from compiler.ir.types import IRError, Kind, Ref, TensorType, Value
+
+HALVES = (0, 1)
 
 
 @dataclass
@@ -27,8 +29,8 @@ class OpGraph:
     values: dict[str, Value] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)  # activations that all ranks must hold alike, read by the cross-rank check
     dag: nx.DiGraph = field(default_factory=nx.DiGraph)
-    _writer: dict[str, int] = field(default_factory=dict)
-    _readers: dict[str, set[int]] = field(default_factory=dict)
+    _writer: dict[tuple[str, int], int] = field(default_factory=dict)  # by value and half of its columns
+    _readers: dict[tuple[str, int], set[int]] = field(default_factory=dict)
 
     @property
     def columns(self) -> int:
@@ -57,22 +59,29 @@ class OpGraph:
         for value in reads | writes:
             if value not in self.values:
                 raise IRError(f"op {op.kind}: value {value} is not declared")
-        for value in sorted(reads):
-            if value in self._writer:
-                self.dag.add_edge(self._writer[value], node, value=value)
+        for part in self._parts(op, reads):
+            if part in self._writer:
+                self.dag.add_edge(self._writer[part], node, value=part[0])
         for value in sorted(writes):
-            if value in self._writer:
-                self.dag.add_edge(self._writer[value], node, value=value)
-            for reader in sorted(self._readers.get(value, ())):
-                if reader != node:
-                    self.dag.add_edge(reader, node, value=value)
-        for value in writes:
+            for half in HALVES:  # writers of one value come in order, whichever half they fill
+                if (value, half) in self._writer:
+                    self.dag.add_edge(self._writer[value, half], node, value=value)
+            for part in self._parts(op, [value]):
+                for reader in sorted(self._readers.get(part, ())):
+                    if reader != node:
+                        self.dag.add_edge(reader, node, value=value)
+        for part in self._parts(op, writes):
             # two ops may fill disjoint slices of one value; both stay producers, so keep the chain through the last
-            self._writer[value] = node
-            self._readers[value] = set()
-        for value in reads - writes:
-            self._readers.setdefault(value, set()).add(node)
+            self._writer[part] = node
+            self._readers[part] = set()
+        for part in self._parts(op, reads - writes):
+            self._readers.setdefault(part, set()).add(node)
         return node
+
+    def _parts(self, op: Op, values: Iterable[str]) -> list[tuple[str, int]]:
+        """What an op touches of values: of activations one half, if it is about one."""
+        return [(value, half) for value in sorted(values) for half in HALVES
+                if op.half in (None, half) or self.values[value].kind is not Kind.ACTIVATION]  # fmt: skip
 
     def op(self, node: int) -> Op:
         op: Op = self.dag.nodes[node]["op"]
@@ -90,7 +99,7 @@ class OpGraph:
 
     def types(self, op: Op) -> dict[str, TensorType]:
         """Operand name → type of the use."""
-        return {name: ref_type(ref, self.values[ref.value]) for name, ref in op.refs()}
+        return {name: operand_type(op, ref, self.values[ref.value]) for name, ref in op.refs()}
 
 
 Rule = Callable[[OpGraph], None]
@@ -131,16 +140,17 @@ def _operands(graph: OpGraph) -> None:
 @rule("written before read")
 def _written(graph: OpGraph) -> None:
     """An activation is written before it is read, tables and states persist, weights are never written."""
-    written: set[str] = set()
+    written: set[tuple[str, int]] = set()
     for _, op in graph.ops():
+        halves = HALVES if op.half is None else (op.half,)
         for name, ref in op.inputs.items():
-            if graph.values[ref.value].kind is Kind.ACTIVATION and ref.value not in written:
+            if graph.values[ref.value].kind is Kind.ACTIVATION and any((ref.value, half) not in written for half in halves):
                 raise IRError(f"op {op.kind} (layer {op.layer}): input {name} reads {ref.value} before it is written")
         for name, ref in (*op.outputs.items(), *op.state.items()):
             kind = graph.values[ref.value].kind
             if kind is Kind.WEIGHT:
                 raise IRError(f"op {op.kind} (layer {op.layer}): {name} writes the weight {ref.value}")
-            written.add(ref.value)
+            written.update((ref.value, half) for half in halves)
 
 
 @rule("own rank")

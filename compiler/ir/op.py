@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from compiler.ir.types import IRError, Ref, TensorType, Value
+from compiler.ir.types import IRError, Kind, Ref, TensorType, Value
 
 Attr = int | float | str | bool
 Array = npt.NDArray[Any]
@@ -40,6 +40,11 @@ class Op:
         if isinstance(value, str):
             raise IRError(f"op {self.kind}: attribute {name} is {value!r}, a number is needed")
         return float(value)
+
+    @property
+    def half(self) -> int | None:
+        """Which half of the columns of its activations the op is about (compiler/passes/halves.py); None: all of them."""
+        return self.int_attr("half") if "half" in self.attrs else None
 
     def refs(self) -> list[tuple[str, Ref]]:
         return [*self.inputs.items(), *self.state.items(), *self.outputs.items()]
@@ -146,6 +151,14 @@ def ref_type(ref: Ref, value: Value) -> TensorType:
     if not value.type.shape or ref.offset < 0 or ref.offset + ref.width > value.type.shape[-1]:
         raise IRError(f"ref {ref} lies outside value {value.name} of shape {value.type.shape}")
     return TensorType((*value.type.shape[:-1], ref.width), value.type.dtype)
+
+
+def operand_type(op: Op, ref: Ref, value: Value) -> TensorType:
+    """Type of a use by ``op``: of an activation only the columns that the op is about."""
+    kind = ref_type(ref, value)
+    if op.half is None or value.kind is not Kind.ACTIVATION:
+        return kind
+    return TensorType((kind.shape[0] // 2, *kind.shape[1:]), kind.dtype)
 
 
 def bf16_round(value: Array) -> Array:

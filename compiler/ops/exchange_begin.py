@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from compiler.ir.op import Context, Cost, Op, OpDef, register, require
 from compiler.ir.types import TensorType, Value
 
-SEQUENCE_WORDS = 4  # number of this replay's first exchange, of the next replay's, reserved
-BASE, NEXT = 0, 1
+# Number of this replay's first exchange, of the next replay's; active columns in each half of a prefill chunk.
+SEQUENCE_WORDS = 4
+BASE, NEXT, SHARES = 0, 1, 2
 _MASK = (1 << 32) - 1
 
 
@@ -30,23 +31,29 @@ def signed(word: int) -> int:
 
 @register
 class ExchangeBegin(OpDef):
-    """``count``: exchanges of this phase. A fresh rank starts at number 2."""
+    """``count``: exchanges of this phase. A fresh rank starts at number 2. With ``rows``, the active columns of a chunk that
+    runs in halves of ``columns`` each, their share in either half is noted too."""
 
     kind = "exchange_begin"
-    inputs = ()
+    inputs = ("rows",)
     outputs = ()
     state = ("sequence",)
+    optional = frozenset({"rows"})
     attrs = {"count": int}
 
     def check(self, op: Op, types: Mapping[str, TensorType]) -> None:
         require(types["sequence"] == TensorType((SEQUENCE_WORDS,), "i32"), op, f"sequence is {types['sequence']}")
         require(op.int_attr("count") >= 0, op, "count is negative")
+        require("rows" not in op.inputs or op.int_attr("columns") > 0, op, "rows are of halves with columns")
 
     def reference(self, op: Op, ctx: Context) -> None:
         sequence = ctx.whole("sequence")
         base = max(int(sequence[NEXT]) & _MASK, 2)
         sequence[BASE] = signed(base)
         sequence[NEXT] = signed(number(base, op.int_attr("count")))
+        if "rows" in op.inputs:
+            rows, columns = int(ctx.whole("rows")[0]), op.int_attr("columns")
+            sequence[SHARES : SHARES + 2] = min(rows, columns), max(rows - columns, 0)
 
     def cost(self, op: Op, types: Mapping[str, TensorType], values: Mapping[str, Value]) -> Cost:
         return Cost(4 * SEQUENCE_WORDS, 4 * SEQUENCE_WORDS, 0)

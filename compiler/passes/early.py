@@ -4,7 +4,8 @@ Behind a programmatic edge a kernel starts as soon as every block of the one bef
 only after its own wait has returned (``KernelSpec.waits_first``), everything in front of it is complete, its stores
 included. Kernels that let go at once pass the question on to the one before them. So of a rank's calls everything in front
 of the nearest kernel that waits first is settled; that kernel itself, but for what it publishes, and what follows it is
-not. What earlier launches of the graph wrote is settled, since launches follow each other whole.
+not. What earlier launches of the graph wrote is settled, since launches follow each other whole. Calls beside the chain are
+joined to it by ordinary edges wherever they have anything in common with it, so they neither settle nor unsettle anything.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def settled(graph: OpGraph, before: Sequence[Group], rank: int, reads: set[str],
     and write the values ``writes``. Everything may where edges are ordinary (not ``programmatic``)."""
     if not programmatic:
         return True
-    for group in reversed([item for item in before if item.rank == rank]):
+    for group in reversed([item for item in before if item.rank == rank and not item.beside]):
         written = _writes(graph, group)
         if group.spec.waits_first:
             written -= {group.operands[name].value for name in group.spec.published}

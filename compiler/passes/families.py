@@ -65,7 +65,8 @@ def product(site: Site) -> KernelSpec:
         store = "f32" if site.op.attrs.get("f32") else _STORE[site.op.kind]
         n, k = types["w"].shape
         push = site.op.int_attr("ordinal") if "sequence" in site.op.inputs else None
-        return linear_rows.linear_rows(site.format(), store, n, k, columns, site.caps, push=push)
+        caps = site.caps if site.op.half is None else exchange.caps_beside(site.caps)
+        return linear_rows.linear_rows(site.format(), store, n, k, columns, caps, push=push)
     require("sequence" not in site.op.inputs or bool(site.op.attrs["f32"]), site.op, "products of few columns send FP32 words")
     row = site.graph.values[site.op.inputs["x"].value].type.shape[-1]
     return linear_columns.linear_spec(site.op, types, site.format(), row, site.caps)

@@ -30,6 +30,11 @@ class Group:
     internal: frozenset[str] = frozenset()
     rank: int = 0
 
+    @property
+    def beside(self) -> bool:
+        """Whether the kernel runs beside the chain of its rank: exchanges between halves of a chunk."""
+        return self.ops[0].kind == "exchange_residual" and self.ops[0].half is not None
+
 
 def weight_planes(value: Value) -> dict[str, int]:
     """Byte offset of each plane inside an encoded weight, by argument suffix (absent planes are left out)."""
@@ -78,7 +83,8 @@ class Scheduler:
                     deps=tuple(deps[index]),
                     scratch=scratch,
                     internal={name: self.graph.values[name].type for name in sorted(group.internal)},
-                    programmatic=self.programmatic,
+                    programmatic=self.programmatic and not group.beside,
+                    beside=group.beside,
                 )
             )
         kept = {name: p for name, p in placements.items() if not name.startswith("call")}
@@ -91,7 +97,17 @@ class Scheduler:
         """Zeroed scratch of a kernel lies outside the arena that calls share: it must still be zero at the next launch."""
         return {name: self.counters[f"{group.spec.entry}.{name}@{group.rank}"] for name in group.spec.zeroed}
 
+    def _flights(self) -> dict[int, int]:
+        """Of calls beside the chain: the last call during which each may still run, that in front of the first one of its
+        rank's chain that needs it."""
+        ends = {index: len(self.groups) for index, group in enumerate(self.groups) if group.beside}
+        for before, after in self._hazards() if ends else ():
+            if before in ends and after not in ends and self.groups[before].rank == self.groups[after].rank:
+                ends[before] = min(ends[before], after)
+        return {index: end - 1 for index, end in ends.items()}
+
     def _liveness(self) -> None:
+        flights = self._flights()
         first: dict[str, int] = {}
         for index, group in enumerate(self.groups):
             for op in group.ops:
@@ -107,10 +123,11 @@ class Scheduler:
                     continue
                 buffer = f"call{index}.{name}"
                 self.accesses[buffer] = [index]
-                self.lifetimes.append(memory.Lifetime(buffer, nbytes, index, index, group.rank))
+                self.lifetimes.append(memory.Lifetime(buffer, nbytes, index, flights.get(index, index), group.rank))
         for name, start in first.items():
             value = self.graph.values[name]
             last = len(self.groups) - 1 if name in self.graph.outputs | self.graph.kept else self.accesses[name][-1]
+            last = max([last, *(flights[index] for index in self.accesses[name] if index in flights)])
             self.lifetimes.append(memory.Lifetime(name, value.nbytes, start, last, value.rank))
 
     def _hazards(self) -> set[tuple[int, int]]:
@@ -132,7 +149,7 @@ class Scheduler:
                 place = scratch[name]
                 out.append(Arg(name, "pointer", place.region, place.offset, rank=place.rank))
             elif name in group.operands:
-                out.append(self._pointer(name, group.operands[name], placements))
+                out.append(self._pointer(name, group.operands[name], placements, group.ops[0].half))
             elif name.endswith("_stride") and name[: -len("_stride")] in group.operands:
                 ref = group.operands[name[: -len("_stride")]]
                 out.append(Arg(name, "int", number=self.graph.values[ref.value].type.shape[-1]))
@@ -157,8 +174,9 @@ class Scheduler:
                     out.append(Arg(name, "pointer", place.region, place.offset + offsets[plane], rank=place.rank))
         return out
 
-    def _pointer(self, name: str, ref: Ref, placements: Mapping[str, Placement]) -> Arg:
+    def _pointer(self, name: str, ref: Ref, placements: Mapping[str, Placement], half: int | None) -> Arg:
         value = self.graph.values[ref.value]
         place = placements[ref.value] if ref.value in placements else self.shared[ref.value]
-        return Arg(name, "pointer", place.region, place.offset + ref.offset * DTYPE_BYTES[value.type.dtype],
+        first = half * value.type.elements // 2 if half and value.kind is Kind.ACTIVATION else 0
+        return Arg(name, "pointer", place.region, place.offset + (first + ref.offset) * DTYPE_BYTES[value.type.dtype],
                    rank=place.rank)  # fmt: skip

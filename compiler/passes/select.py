@@ -13,6 +13,7 @@ from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.ops.exchange_residual import peers_of
 from compiler.passes.early import check_early, settled
 from compiler.passes.gdn_layer import gdn_layer_at
+from compiler.passes.halves import rows_of
 from compiler.passes.norm_prologue import norm_prologue_at
 from compiler.passes.schedule import Group
 
@@ -69,7 +70,7 @@ def row_count(site: Site, spec: KernelSpec) -> dict[str, Ref]:
     """The device-side row count that prefill kernels take besides their op's operands."""
     if not spec.template.startswith("linear_rows"):
         return {}
-    return {"rows": Ref("pf_lane_ncols" + (f"@{site.op.rank}" if site.op.rank else ""))}
+    return {"rows": rows_of(site.op.rank, site.op.half)}
 
 
 def operands(op: Op) -> dict[str, Ref]:
@@ -83,7 +84,8 @@ def norm_behind(graph: OpGraph, node: int) -> int | None:
         return None
     for _, after in sorted(graph.dag.out_edges(node)):
         other = graph.op(after)
-        if other.kind == "rmsnorm" and other.rank == op.rank and other.inputs["x"] == op.outputs["y"]:
+        same = (other.rank, other.half) == (op.rank, op.half)
+        if other.kind == "rmsnorm" and same and other.inputs["x"] == op.outputs["y"]:
             return int(after)
     return None
 

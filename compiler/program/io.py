@@ -25,7 +25,7 @@ from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.model.spec import ModelSpec
 from compiler.program.model import Arg, ArtifactIdentity, Call, KernelImage, Phase, Placement, Program
 
-VERSION = 5
+VERSION = 6
 MANIFEST = "program.json"
 HEAD = '{"ninferc_program":%d,"sha256":"%s","program":'  # then the content that the digest covers, then "}"
 MAX_MANIFEST = 256 << 20
@@ -73,6 +73,7 @@ def _call_json(call: Call) -> dict[str, Any]:
         "scratch": {name: _place_json(p) for name, p in call.scratch.items()},
         "internal": {name: [kind.shape, kind.dtype] for name, kind in call.internal.items()},
         "programmatic": call.programmatic,
+        "beside": call.beside,
     }
 
 
@@ -211,6 +212,7 @@ def _call(index: int, data: dict[str, Any]) -> Call:
         scratch={name: _place(p) for name, p in data["scratch"].items()},
         internal={name: TensorType(tuple(shape), dtype) for name, (shape, dtype) in data["internal"].items()},
         programmatic=data["programmatic"],
+        beside=data["beside"],
     )
 
 

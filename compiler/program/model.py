@@ -52,7 +52,8 @@ class Call:
     """One kernel launch and the ops it replaces.
 
     ``internal`` are values that live only inside the call (fused away: no memory). ``scratch`` are declared ranges,
-    dead outside the call. ``deps`` are calls that must have completed: data hazards and reuse of a range.
+    dead outside the call. ``deps`` are calls that must have completed: data hazards and reuse of a range. A call
+    ``beside`` the chain of its rank runs while the chain goes on, up to the first call that has it among its ``deps``.
     """
 
     index: int
@@ -68,6 +69,7 @@ class Call:
     scratch: Mapping[str, Placement] = field(default_factory=dict)
     internal: Mapping[str, TensorType] = field(default_factory=dict)
     programmatic: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ class Bench:
 
     def prefill(self, tokens: int, repeats: int) -> list[float]:
         """Seconds from the first launch to the last result of a prompt of random ids, per repeat."""
-        phase = self.program.phases["prefill"]
+        phase = self.program.phases[self.backend.prefill]
         out = []
         for _ in range(repeats + 1):
             prompt = [self._random.randrange(self.limits.vocab_ids) for _ in range(tokens)]
@@ -190,7 +190,7 @@ class Bench:
             for begin in range(0, tokens, phase.width):
                 chunk = prompt[begin : begin + phase.width]
                 self._write_chunk(chunk, begin, begin + len(chunk) == tokens)
-                self._launch("prefill")
+                self._launch(phase.name)
             stop.record()
             out.append(start.seconds_to(stop))
             self._settle()

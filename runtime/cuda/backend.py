@@ -13,6 +13,7 @@ from compiler.control import FAULT, egress_extent
 from compiler.ir.op import Array
 from compiler.ir.types import DTYPE_BYTES, Kind
 from compiler.kernels.arrange import UnitWeight, arrange_entry, arranged_weights, unit_weights, units_entry
+from compiler.passes.halves import PREFILL, PREFILL_HALVES
 from compiler.passes.schedule import CHANNEL
 from compiler.passes.shard import at
 from compiler.program.model import DEVICE_REGIONS, EGRESS, EXCHANGE, RING, Arg, Phase, Placement, Program
@@ -23,7 +24,7 @@ from runtime.cuda.graph import EagerPhase, GraphPhase
 from runtime.cuda.modules import Modules, PackedArgs, launch_kernel
 from runtime.cuda.pointers import Span, check_pointers
 from runtime.cuda.self_test import choose
-from runtime.cuda.transport import STAGED, Exchange, Staging, mail_of, payload_bytes
+from runtime.cuda.transport import STAGED, Exchange, Staging, mail_of, payload_bytes, prefill_phase
 from runtime.cuda.upload import upload
 from runtime.vm.weights import WeightStore
 
@@ -72,10 +73,13 @@ class CudaBackend:
             if program.tp > 1:
                 chosen = choose(program, self.modules, self.devices, transport)
                 self.exchange = Exchange(self.devices, mail_of(program), chosen)
+            self.prefill = prefill_phase(self.exchange.transport if self.exchange else None)
             began = time.perf_counter()
             spans = [self._spans(rank) for rank in range(program.tp)]
             self._args: list[PackedArgs] = []
             for name, phase in program.phases.items():
+                if name in (PREFILL, PREFILL_HALVES) and name != self.prefill:
+                    continue
                 check_pointers(phase, spans, self.argument_address)
                 packed = [PackedArgs(self._complete(item.args), self.argument_address) for item in phase.calls]
                 self._args.extend(packed)

@@ -1,9 +1,12 @@
 """Build a phase as one CUDA graph, node by node, and launch phases eagerly with the same kernels.
 
-The nodes of a rank form a chain, which joins any two calls that share a range by a full-completion path; branches were
-measured and gain nothing (docs/performance.md). The ranks' chains are ordered by the exchanges alone. Where the device has
+The nodes of a rank form a chain, which joins any two calls that share a range by a full-completion path; branches in decode
+were measured and gain nothing (docs/performance.md). The ranks' chains are ordered by the exchanges alone. Where the device has
 programmatic edges, a node may start while its predecessor drains; each block waits (griddepcontrol.wait) before it touches
 what the predecessor wrote.
+
+Exchanges between halves of a prefill chunk stand beside the chain, one after the other: each begins when what stands in front
+of it in the chain is complete, and the chain awaits it at the first call that depends on it. These edges are ordinary ones.
 """
 
 from __future__ import annotations
@@ -23,6 +26,27 @@ class StagingLike(Protocol):
     def pulls(self, phase: Phase, item: Call) -> list[tuple[int, int, int, int]] | None: ...
 
 
+def joins(phase: Phase, programmatic: bool) -> dict[int, list[tuple[int, bool]]]:
+    """By call index: the earlier calls of its rank that its node is joined to, and whether by a programmatic edge."""
+    out: dict[int, list[tuple[int, bool]]] = {}
+    chain: dict[int, int] = {}  # rank -> last call of its chain
+    running: dict[int, list[int]] = {}  # rank -> calls beside it that it has not awaited yet, in order
+    for item in phase.calls:
+        mine = running.setdefault(item.rank, [])
+        front = [chain[item.rank]] if item.rank in chain else []
+        if item.beside:
+            out[item.index] = [(index, False) for index in (*front, *mine[-1:])]
+            mine.append(item.index)
+            continue
+        awaited = [place for place, index in enumerate(mine) if index in item.deps][-1:]  # the last one comes after the others
+        early = programmatic and item.programmatic and not awaited
+        out[item.index] = [(index, early) for index in front] + [(mine[place], False) for place in awaited]
+        for place in awaited:
+            del mine[: place + 1]
+        chain[item.rank] = item.index
+    return out
+
+
 class GraphPhase:
     """An instantiated graph of one phase."""
 
@@ -33,6 +57,8 @@ class GraphPhase:
         devices[0].activate()
         self._graph = call(driver.cuGraphCreate(0), f"graph {phase.name}")
         last: dict[int, Any] = {}
+        nodes: dict[int, Any] = {}
+        before = joins(phase, programmatic)
         for item, packed in zip(phase.calls, args, strict=True):
             params = driver.CUDA_KERNEL_NODE_PARAMS()
             params.kern = modules.kernels[item.entry]
@@ -41,7 +67,9 @@ class GraphPhase:
             params.blockDimX, params.blockDimY, params.blockDimZ = item.block, 1, 1
             params.sharedMemBytes = item.smem
             params.kernelParams = packed.address
-            node = call(driver.cuGraphAddKernelNode(self._graph, [], 0, params), describe(item))
+            node = nodes[item.index] = call(driver.cuGraphAddKernelNode(self._graph, [], 0, params), describe(item))
+            if item.beside:
+                self._prefer(node, describe(item))
             if item.cluster != (1, 1, 1):
                 value = driver.CUkernelNodeAttrValue()
                 value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = item.cluster
@@ -55,8 +83,8 @@ class GraphPhase:
                     self._join(copy, node, False, describe(item))
                 last[item.rank] = node
                 continue
-            if item.rank in last:
-                self._join(last[item.rank], node, programmatic and item.programmatic, describe(item))
+            for index, early in before[item.index]:
+                self._join(nodes[index], node, early, describe(item))
             last[item.rank] = node
         self._exec = call(driver.cuGraphInstantiate(self._graph, 0), f"graph {phase.name}: instantiate")
         self._name = phase.name
@@ -69,6 +97,14 @@ class GraphPhase:
         params.srcDevice, params.dstDevice = source, target
         params.WidthInBytes, params.Height, params.Depth = nbytes, 1, 1
         return call(driver.cuGraphAddMemcpyNode(self._graph, after, len(after), params, device.context), "exchange copy")
+
+    @staticmethod
+    def _prefer(node: Any, what: str) -> None:
+        """Blocks of ``node`` take the next room that comes free: all blocks of a product would stand in front of them."""
+        driver = api()
+        value = driver.CUkernelNodeAttrValue()
+        _, value.priority = call(driver.cuCtxGetStreamPriorityRange(), "priorities")
+        call(driver.cuGraphKernelNodeSetAttribute(node, driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY, value), what)
 
     def _join(self, before: Any, after: Any, programmatic: bool, what: str) -> None:
         driver = api()

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from compiler.ir.op import Op
+from compiler.ir.op import Op, operand_type
 from compiler.ir.types import TensorType
 from compiler.kernels.exchange import KINDS, Mail
+from compiler.passes.halves import PREFILL, PREFILL_HALVES
 from compiler.program.model import Arg, Call, Phase, Program
 from runtime.cuda.device import Device, PinnedBuffer
 from runtime.cuda.driver import DeviceError, api, call
@@ -25,6 +26,9 @@ TRANSPORTS = (PEER, HOST, STAGED)  # in order of preference; the position is the
 # memory, while the way out of it, which takes as long, could begin only when the last of them is done; an exchange that sends
 # has both at once.
 TILES_OVER = frozenset({PEER})
+# Where exchanges of a prefill chunk run beside its products, half by half (compiler/passes/halves.py). Staged copies stay in
+# the chain: they join both ranks.
+HALVES_OVER = frozenset({HOST})
 SCRUB = 1 << 31  # exchanges after which old words are cleared, so that no number of the last round stands anywhere
 HANG_BYTES = 256
 
@@ -39,7 +43,7 @@ def own_operand(op: Op) -> str:
 
 
 def operand_types(program: Program, phase: Phase, op: Op) -> dict[str, TensorType]:
-    return {name: program.value(phase, ref.value).type for name, ref in op.refs()}
+    return {name: operand_type(op, ref, program.value(phase, ref.value)) for name, ref in op.refs()}
 
 
 def payload_bytes(program: Program, phase: Phase, op: Op) -> int:
@@ -52,6 +56,11 @@ def mail_of(program: Program) -> Mail:
     return Mail.of((op, operand_types(program, phase, op), program.kernels[item.entry].spec)
                    for phase in program.phases.values() for item in phase.calls
                    if (op := exchange_op(item)) is not None)  # fmt: skip
+
+
+def prefill_phase(transport: str | None) -> str:
+    """Name of the phase that runs a prefill chunk where exchanges go over ``transport`` (None: there are none)."""
+    return PREFILL_HALVES if transport in HALVES_OVER else PREFILL
 
 
 def peer_access(devices: list[Device]) -> str | None:

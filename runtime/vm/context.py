@@ -28,7 +28,10 @@ class VMContext:
     columns: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.columns = [(lane, t) for lane in range(self.lanes) for t in range(int(self.ncols[lane]))]
+        half = self.width // 2 if self.op.half is not None else self.width
+        first = half * (self.op.half or 0)
+        self.columns = [(lane, t) for lane in range(self.lanes)
+                        for t in range(first, min(first + half, int(self.ncols[lane])))]  # fmt: skip
 
     def _ref(self, name: str) -> Ref:
         for group in (self.op.inputs, self.op.state, self.op.outputs):

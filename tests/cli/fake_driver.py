@@ -66,6 +66,7 @@ class FakeDriver:
             "cuDevicePrimaryCtxRetain": lambda handle: (driver.CUcontext(1),),
             "cuDevicePrimaryCtxRelease": lambda handle: (),
             "cuCtxSetCurrent": lambda context: (),
+            "cuCtxGetStreamPriorityRange": lambda: (0, -5),
             "cuStreamCreate": lambda flags: (driver.CUstream(1),),
             "cuStreamDestroy": lambda stream: (),
             "cuStreamSynchronize": lambda stream: (),

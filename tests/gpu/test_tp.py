@@ -18,6 +18,7 @@ import pytest
 
 import artifacts
 from compiler.driver import CompileOptions, compile_program
+from compiler.passes.halves import PREFILL, PREFILL_HALVES
 from compiler.program.model import Program
 from runtime.bench.exchange import bench, bench_fused
 from runtime.cuda.backend import CudaBackend
@@ -183,22 +184,46 @@ def test_tiles_of_a_chunk_of_prefill(pair: Pair) -> None:
 @pytest.mark.parametrize("wire", ["bf16", "f32"])
 @pytest.mark.parametrize("name", ["example", "dense-small"])
 def test_prefill_has_one_value_over_transports(pair: Pair, monkeypatch: pytest.MonkeyPatch, name: str, wire: str) -> None:
-    """Whether products or exchanges send a chunk's sums, through which memory, graph or eager; both ranks compared."""
+    """Whether products or exchanges send a chunk's sums, through which memory, whole or in halves, graph or eager; both ranks
+    compared. Of the last chunks one ends in its first half, one in its second."""
     ids = [random.Random(7).randrange(500) for _ in range(300)]
     results: dict[bytes, list[str]] = {}
     runs: list[tuple[str, bool, bool, dict[str, Any]]] = [(t, False, True, {}) for t in transports(pair)]
     runs += [(t, False, False, {}) for t in transports(pair) if t in TILES_OVER]
     runs += [(transports(pair)[0], True, True, {}), (transports(pair)[0], False, True, {"fused": False})]
+    runs += [("host", True, True, {}), ("host", False, True, {"fused": False})]
     for transport, eager, tiles, options in runs:
         monkeypatch.setattr("runtime.cuda.transport.TILES_OVER", TILES_OVER if tiles else frozenset())
         with opened(pair, name, 2, transport, eager, exchange_prefill=wire, **options) as backend:
             assert backend.exchange is not None  # 2: blocks that need not send may wait, each rank having a device
             assert backend.exchange.tiles == (1 + pair[1] if tiles and transport in TILES_OVER else 0)
+            assert backend.prefill == (PREFILL_HALVES if transport == "host" else PREFILL)
             session = Session(CheckedBackend(backend))
             for _ in range(3):  # slots and numbers of earlier chunks stand there
                 found = np.concatenate(list(session.score(ids))).tobytes()
-                tokens = [e.token for e in session.generate(Request(ids, 4))]
+                tokens = [e.token for length in (300, 228) for e in session.generate(Request(ids[:length], 4))]
                 results.setdefault(found + bytes(str(tokens), "ascii"), []).append(f"{transport} {eager} {tiles} {options}")
+    assert len(results) == 1, list(results.values())
+
+
+@pytest.mark.parametrize("wire", ["bf16", "f32"])
+@pytest.mark.parametrize("name", ["example", "dense-small"])
+def test_a_chunk_in_halves(pair: Pair, name: str, wire: str) -> None:
+    """Over the host exchanges run beside products, as slices: tokens and states of a chunk in which everything waits for
+    everything, over and over again, graph and eager."""
+    options: dict[str, Any] = {"max_context": 2048, "prefill_chunk": 1024, "max_concurrency": 1, "pairs": ((1, 1),),
+                               "exchange_prefill": wire, "score": False}  # fmt: skip
+    ids = [random.Random(9).randrange(500) for _ in range(1800)]
+    results: dict[bytes, list[str]] = {}
+    for transport, eager in (("staged", False), ("host", True), ("host", False)):
+        with opened(pair, name, 2, transport, eager, **options) as backend:
+            session, layer = Session(CheckedBackend(backend)), backend.program.spec.gdn_layers[-1]
+            for repeat in range(1 if eager or transport == "staged" else 10):
+                found = b""
+                for length in (1800, 1024, 700, 513, 512, 300):
+                    found += bytes(str([e.token for e in session.generate(Request(ids[:length], 3))]), "ascii")
+                    found += b"".join(backend.read(f"recurrent{layer}", rank).tobytes() for rank in (0, 1))
+                results.setdefault(found, []).append(f"{transport} eager={eager} {repeat}")
     assert len(results) == 1, list(results.values())
 
 
@@ -230,7 +255,7 @@ def test_a_peer_that_never_arrives(pair: Pair, transport: str, fused: bool, pref
     request = Request(list(range(20)), 6)
     with opened(pair, "dense-small", 2, transport, eager=True, fused=fused) as backend:
         want = [e.token for e in Session(backend, prefill=prefill).generate(request)]
-        phase: Any = backend._phases["decode1x1" if prefill == "none" else "prefill"]
+        phase: Any = backend._phases["decode1x1" if prefill == "none" else backend.prefill]
         whole = phase._phase
         kept = tuple(item for item in whole.calls if item.rank == 0 or not any("ordinal" in op.attrs for op in item.ops))
         args = phase._args

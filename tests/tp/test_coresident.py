@@ -104,7 +104,8 @@ def test_full_size_models_keep_the_rule(name: str, sms: int) -> None:
     for phase in program.phases.values():
         pushed = {op.attrs["ordinal"] for item in phase.calls for op in item.ops
                   if op.kind == "linear" and "ordinal" in op.attrs}  # fmt: skip
-        assert len(pushed) == (128 if phase.phase == "prefill" or phase.columns <= 8 else 0)
+        pushing = phase.name in ("prefill", "score") or phase.columns <= 8
+        assert len(pushed) == (128 if pushing else 0)
         if phase.columns >= 64:
             assert all(item.grid[2] == 2 for item in phase.calls if item.ops[0].kind == "exchange_residual")
     assert 20 << 20 <= program.regions[0][EXCHANGE] == program.regions[1][EXCHANGE] <= 24 << 20

@@ -23,14 +23,14 @@ SAMPLED = Sampling(0.9, 0.95, 20, 0.0, 1.0, 0.2, seed=3)
 
 
 def run(tp: int, sampling: Sampling, transport: str = "staged", columns: int = 4, prefill: str = "none",
-        tiles: bool | None = None, wgmma: bool = True, arch: str = "sm_90a",
+        tiles: bool | None = None, wgmma: bool = True, arch: str = "sm_90a", prompt: int = 7,
         **options: Any) -> tuple[list[int], bytes]:  # fmt: skip
     own = caps(arch, sms=6)
     artifact, target = models.artifact("dense-small"), replace(own, wgmma=wgmma and own.wgmma)
     program = compile_program(artifact, target, CompileOptions(tp=tp, **(OPTIONS | options)), images=False)
     backend = EmulatorBackend(program, models.store("dense-small", "bf16"), transport=transport, tiles=tiles)
     session = Session(backend, prefill=prefill, columns=columns)
-    tokens = [e.token for e in session.generate(Request(list(range(3, 10)), 3, sampling=sampling))]
+    tokens = [e.token for e in session.generate(Request(list(range(3, 3 + prompt)), 3, sampling=sampling))]
     state = np.concatenate([backend.read("recurrent1", rank) for rank in range(tp)], axis=1)
     return tokens, state[0].tobytes()
 
@@ -64,6 +64,16 @@ def test_prefill_chunks_of_two_ranks(monkeypatch: pytest.MonkeyPatch, limit: int
     monkeypatch.setattr(exchange, "WORDS_UP_TO", {"host": limit, "peer": limit})
     results = [run(2, Sampling(), transport, prefill="chunks") for transport in ("peer", "host", "staged")]
     assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30], ids=["slices", "words"])
+@pytest.mark.parametrize(("prompt", "wire"), [(13, "bf16"), (19, "f32")])
+def test_chunks_in_halves(monkeypatch: pytest.MonkeyPatch, limit: int, prompt: int, wire: str) -> None:
+    """Over the host a chunk runs in halves: here with a part of the second one, then with none of it in the last chunk."""
+    monkeypatch.setattr(exchange, "WORDS_UP_TO", {"host": limit, "peer": limit})
+    options: dict[str, Any] = {"prefill": "chunks", "prompt": prompt, "prefill_chunk": 16, "test_chunks": True,
+                               "exchange_prefill": wire, "score": False}  # fmt: skip
+    assert run(2, Sampling(), "host", **options) == run(2, Sampling(), "staged", **options)
 
 
 @pytest.mark.parametrize(("wire", "wgmma"), [

@@ -40,7 +40,7 @@ def ordinals(phase: Phase, rank: int) -> tuple[list[int], list[int], list[int]]:
     return used, pushed, reserved
 
 
-@pytest.mark.parametrize("phase", ["decode1x1", "decode1x4", "decode1x16", "prefill", "score"])
+@pytest.mark.parametrize("phase", ["decode1x1", "decode1x4", "decode1x16", "prefill", "prefill_halves", "score"])
 def test_every_exchange_has_its_own_number(phase: str) -> None:
     program = models.program("dense-small", "bf16", tp=2, **OPTIONS)
     used, pushed, reserved = ordinals(program.phases[phase], 0)

@@ -134,4 +134,10 @@ NINFERC_DEVICE void begin(u32* sequence, u32 count) {
   st_global(sequence + 1, number(base, count));
 }
 
+// One thread: how many of a chunk's active rows lie in each of its halves of `columns`.
+NINFERC_DEVICE void share_rows(u32* sequence, u32 rows, u32 columns) {
+  st_global(sequence + 2, rows < columns ? rows : columns);
+  st_global(sequence + 3, rows < columns ? 0u : rows - columns);
+}
+
 }  // namespace ninferc::exchange
