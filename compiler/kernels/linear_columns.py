@@ -109,7 +109,8 @@ class Tile:
     ``warpgroup``: products of four warps at once (warpgroup.cuh). ``mixed``: gate and up rows share a matrix tile.
     ``clustered``: split, and the blocks of a tile are a cluster whose sums meet in shared memory (meeting.cuh). ``claimed``:
     teams take tiles while they run (claims.cuh). ``primed``: stages filled before the kernels in front have ended (0: all but
-    one); where bulk copies fill the ring of a resident tile. ``stream``: weights are the first to leave the L2 cache."""
+    one); where bulk copies fill the ring of a resident tile. ``stream``: weights are the first to leave the L2 cache.
+    ``ahead``: a warp has its next chunk in registers before it multiplies one."""
 
     mtiles: int
     warps_r: int
@@ -125,6 +126,7 @@ class Tile:
     claimed: bool = False
     primed: int = 0
     stream: bool = False
+    ahead: bool = False
 
 
 def slices_of(k_segment: int) -> int:
@@ -254,6 +256,8 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
         return False
     if tile.stream and not (product.in_units and caps.bulk_copy and product.bucket == product.block_columns):
         return False  # neighbouring blocks find each other's weights in the L2 cache
+    if tile.ahead and not (tile.resident and product.in_units and caps.bulk_copy):
+        return False
     if tile.claimed and not _claims_fit(product, tile, caps):
         return False
     if tile.clustered and not _cluster_fits(product, tile, caps):
@@ -271,7 +275,7 @@ def _claims_fit(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
     if not caps.bulk_copy or not tile.resident or tile.split or product.bucket > product.block_columns:
         return False
     share = product.chunks // product.slices * (block_segments(product, tile) * product.slices // tile.warps_k)
-    return tile.blocks_per_sm > 0 and tile.stages < share
+    return tile.blocks_per_sm > 0 and tile.stages + tile.ahead < share
 
 
 def _cluster_fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
@@ -359,6 +363,11 @@ def streaming(product: Product, tile: Tile, caps: DeviceCaps) -> list[Tile]:
     return [choice for choice in (replace(tile, stream=stream) for stream in (False, True)) if fits(product, choice, caps)]
 
 
+def prefetching(product: Product, tile: Tile, caps: DeviceCaps) -> list[Tile]:
+    """The tile with chunks taken from shared memory in time and ahead, where it is legal."""
+    return [choice for choice in (replace(tile, ahead=ahead) for ahead in (False, True)) if fits(product, choice, caps)]
+
+
 def claiming(product: Product, tile: Tile, caps: DeviceCaps) -> Tile | None:
     """The tile with claims, where some teams have several tiles and it is legal."""
     claimed = replace(tile, claimed=True, blocks_per_sm=max(1, tile.blocks_per_sm))
@@ -430,7 +439,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         params={"format": product.kernel_format, "n": product.n, "k": product.k, "bucket": product.block_columns,
                 "column_blocks": product.bucket // product.block_columns, "segments": product.segments,
                 "slices": product.slices, "mtiles": tile.mtiles, "warps_r": tile.warps_r, "warps_k": tile.warps_k,
-                "stages": tile.stages, "primed": tile.primed, "stream": tile.stream, "resident": tile.resident, "split": tile.split,
+                "stages": tile.stages, "primed": tile.primed, "stream": tile.stream, "ahead": tile.ahead, "resident": tile.resident, "split": tile.split,
                 "clustered": tile.clustered, "mixed": tile.mixed, "claimed": tile.claimed, "warpgroup": tile.warpgroup,
                 "in_units": product.in_units, "norm": norm, "keep": product.keep, "epilogue": product.epilogue, "release": tile.release,
                 "threads": threads, "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
@@ -450,7 +459,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         f"{f' ({tile.primed} filled early)' if tile.primed else ''}, activations "
         f"{'resident' if tile.resident else 'streamed'}{', a segment per block' if tile.split else ''}"
         f"{', segments meet in a cluster' if tile.clustered else ''}{', tiles claimed' if tile.claimed else ''}"
-        f"{', weights leave L2 first' if tile.stream else ''}, dependents released {tile.release}",
+        f"{', weights leave L2 first' if tile.stream else ''}{', a chunk ahead in registers' if tile.ahead else ''}, dependents released {tile.release}",
     )
 
 

@@ -22,6 +22,7 @@ from compiler.kernels.linear_columns import (
     candidates,
     choose,
     claiming,
+    prefetching,
     priming,
     product_of,
     spec_of,
@@ -73,6 +74,7 @@ class Choice:
         tiles = list(dict.fromkeys([self.tile, *best, *(tile for tile in claimed if tile)]))
         yield tiles
         yield [replace(self.tile, release=release) for release in ("early", "late")]
+        yield prefetching(self.product, self.tile, self.caps)
         yield streaming(self.product, self.tile, self.caps)
         plain = replace(self.tile, primed=0)
         yield [plain, *priming(self.product, plain, self.caps)]
