@@ -28,7 +28,7 @@ from compiler.kernels.linear_columns import (
     slices_of,
     spec_of,
 )
-from compiler.kernels.spec import DeviceCaps, KernelSpec
+from compiler.kernels.spec import BLOCK_RESERVED, DeviceCaps, KernelSpec
 from tests.emulator.harness import assert_close_to_fp64, from_bf16, poisoned, to_bf16, under_schedules
 from tests.gpu_launch import EmulatorLauncher
 from tests.kernels.encoded_weights import Weights, random_weights
@@ -424,6 +424,22 @@ def test_candidates_are_legal_and_distinct() -> None:
     tiles = list(candidates(product, H200))
     assert len(tiles) == len(set(tiles)) > 5
     assert all(fits(product, tile, H200) for tile in tiles)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_86", "sm_90a", "sm_120a"])
+@pytest.mark.parametrize("columns", [1, 8, 24])
+def test_no_multiprocessor_holds_two_blocks_where_each_gets_one(arch: str, columns: int) -> None:
+    """Two blocks on one multiprocessor take twice as long while another has none."""
+    target = caps(arch)
+    alone = 0
+    for product in (Product("NVFP4", 5120, 17408, columns, 2, "residual"), Product("Q4G64_F16S", 5120, 6144, columns, 2, "residual"),
+                    Product("FP8_E4M3FN_ROW_BF16S", 8192, 5120, columns)):  # fmt: skip
+        for tile in islice(candidates(product, target), 60):
+            spec = spec_of(product, tile, target)
+            if spec.grid[0] <= target.sms:
+                alone += 1
+                assert 2 * (spec.smem + BLOCK_RESERVED) > target.smem_sm and spec.smem <= target.smem_block, tile
+    assert alone > 0
 
 
 def test_clusters_are_the_segments_of_a_tile() -> None:
