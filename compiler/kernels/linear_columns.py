@@ -7,10 +7,11 @@ What fixes the bits of a result is here in one function, ``slices_of``: it looks
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from math import ceil
+from typing import Any
 
 from compiler.ir.op import Op, require
 from compiler.ir.types import IRError, TensorType
@@ -321,7 +322,8 @@ def _slowdown(product: Product, tile: Tile, caps: DeviceCaps) -> float:
     blocks = ceil(tiles_of(product, tile) / teams_of(product, tile)) * sharers_of(product, tile)
     own_warps = tile.warps_r * tile.warps_k
     # Blocks that one multiprocessor holds: by shared memory, and by registers at about 80 per thread (wide: 128 and more).
-    room = min(caps.smem_sm // (shared_bytes(product, tile, caps) + BLOCK_RESERVED), (24 if product.few else 16) // own_warps or 1)
+    shared = shared_bytes(product, tile, caps) + BLOCK_RESERVED
+    room = min(caps.smem_sm // shared, (24 if product.few else 16) // own_warps or 1)
     together = min(tile.blocks_per_sm or room, room, ceil(blocks / caps.sms))
     warps = together * own_warps
     waves = blocks / (together * caps.sms)
@@ -352,20 +354,9 @@ def candidates(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
             yield tile
 
 
-def priming(product: Product, tile: Tile, caps: DeviceCaps) -> list[Tile]:
-    """The tile with other numbers of stages filled before the wait, where they are legal."""
-    tiles = [replace(tile, primed=primed) for primed in sorted({1, max(1, tile.stages // 2), tile.stages} - {tile.stages - 1})]
-    return [choice for choice in tiles if fits(product, choice, caps)]
-
-
-def streaming(product: Product, tile: Tile, caps: DeviceCaps) -> list[Tile]:
-    """The tile with either priority of its weights in the L2 cache, where it is legal."""
-    return [choice for choice in (replace(tile, stream=stream) for stream in (False, True)) if fits(product, choice, caps)]
-
-
-def prefetching(product: Product, tile: Tile, caps: DeviceCaps) -> list[Tile]:
-    """The tile with chunks taken from shared memory in time and ahead, where it is legal."""
-    return [choice for choice in (replace(tile, ahead=ahead) for ahead in (False, True)) if fits(product, choice, caps)]
+def turned(product: Product, tile: Tile, caps: DeviceCaps, knob: str, values: Iterable[Any]) -> list[Tile]:
+    """The tile with its field ``knob`` at each of the values that are legal."""
+    return [choice for choice in (replace(tile, **{knob: value}) for value in values) if fits(product, choice, caps)]
 
 
 def claiming(product: Product, tile: Tile, caps: DeviceCaps) -> Tile | None:
@@ -438,10 +429,8 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         template="linear_columns.cu.j2",
         params={"format": product.kernel_format, "n": product.n, "k": product.k, "bucket": product.block_columns,
                 "column_blocks": product.bucket // product.block_columns, "segments": product.segments,
-                "slices": product.slices, "mtiles": tile.mtiles, "warps_r": tile.warps_r, "warps_k": tile.warps_k,
-                "stages": tile.stages, "primed": tile.primed, "stream": tile.stream, "ahead": tile.ahead, "resident": tile.resident, "split": tile.split,
-                "clustered": tile.clustered, "mixed": tile.mixed, "claimed": tile.claimed, "warpgroup": tile.warpgroup,
-                "in_units": product.in_units, "norm": norm, "keep": product.keep, "epilogue": product.epilogue, "release": tile.release,
+                "slices": product.slices, "in_units": product.in_units, "norm": norm, "keep": product.keep,
+                "epilogue": product.epilogue, **{k: v for k, v in asdict(tile).items() if k != "blocks_per_sm"},
                 "threads": threads, "smem": smem, "min_blocks": max(1, min(tile.blocks_per_sm, 2048 // threads))},  # fmt: skip
         grid=(blocks, 1, 1),
         block=threads,
@@ -459,7 +448,8 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         f"{f' ({tile.primed} filled early)' if tile.primed else ''}, activations "
         f"{'resident' if tile.resident else 'streamed'}{', a segment per block' if tile.split else ''}"
         f"{', segments meet in a cluster' if tile.clustered else ''}{', tiles claimed' if tile.claimed else ''}"
-        f"{', weights leave L2 first' if tile.stream else ''}{', a chunk ahead in registers' if tile.ahead else ''}, dependents released {tile.release}",
+        f"{', weights leave L2 first' if tile.stream else ''}{', a chunk ahead in registers' if tile.ahead else ''}"
+        f", dependents released {tile.release}",
     )
 
 

@@ -22,13 +22,11 @@ from compiler.kernels.linear_columns import (
     candidates,
     choose,
     claiming,
-    prefetching,
-    priming,
     product_of,
     spec_of,
-    streaming,
     teams_of,
     tiles_of,
+    turned,
 )
 from compiler.kernels.spec import DeviceCaps, KernelSpec
 from compiler.program.model import Arg, Call, KernelImage, Phase
@@ -61,8 +59,8 @@ class Choice:
         return replace(spec, entry=f"{spec.entry}_{name}")
 
     def rounds(self, count: int) -> Iterator[list[Tile]]:
-        """Tiles to measure: shapes, dealt beforehand and claimed, then for the best of them (``tile`` by then) when
-        dependents may start, and which priority weights have in the L2 cache and how much of the ring is filled early."""
+        """Tiles to measure: shapes, dealt beforehand and claimed, then for the best of them (``tile`` by then) when dependents
+        may start, whether chunks are taken ahead, whether weights leave L2 first, how much of the ring is filled early."""
         ranked = list(candidates(self.product, self.caps))
         single = [tile for tile in ranked if tile.blocks_per_sm == 1]
         fresh = [tile for tile in ranked if tile.blocks_per_sm == 0]
@@ -73,11 +71,10 @@ class Choice:
         claimed = [claiming(self.product, tile, self.caps) for tile in (*best, *finest[: count // 3])]
         tiles = list(dict.fromkeys([self.tile, *best, *(tile for tile in claimed if tile)]))
         yield tiles
-        yield [replace(self.tile, release=release) for release in ("early", "late")]
-        yield prefetching(self.product, self.tile, self.caps)
-        yield streaming(self.product, self.tile, self.caps)
-        plain = replace(self.tile, primed=0)
-        yield [plain, *priming(self.product, plain, self.caps)]
+        for knob, values in (("release", ("early", "late")), ("ahead", (False, True)), ("stream", (False, True))):
+            yield turned(self.product, self.tile, self.caps, knob, values)
+        primed = sorted({0, 1, max(1, self.tile.stages // 2), self.tile.stages})
+        yield turned(self.product, self.tile, self.caps, "primed", primed)
 
 
 class Tuner:

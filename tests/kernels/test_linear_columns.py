@@ -432,8 +432,9 @@ def test_no_multiprocessor_holds_two_blocks_where_each_gets_one(arch: str, colum
     """Two blocks on one multiprocessor take twice as long while another has none."""
     target = caps(arch)
     alone = 0
-    for product in (Product("NVFP4", 5120, 17408, columns, 2, "residual"), Product("Q4G64_F16S", 5120, 6144, columns, 2, "residual"),
-                    Product("FP8_E4M3FN_ROW_BF16S", 8192, 5120, columns)):  # fmt: skip
+    shapes = (("NVFP4", 5120, 17408, 2), ("Q4G64_F16S", 5120, 6144, 2), ("FP8_E4M3FN_ROW_BF16S", 8192, 5120, 1))
+    for format, n, k, segments in shapes:
+        product = Product(format, n, k, columns, segments)
         for tile in islice(candidates(product, target), 60):
             spec = spec_of(product, tile, target)
             if spec.grid[0] <= target.sms:
