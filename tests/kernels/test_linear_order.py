@@ -30,8 +30,11 @@ def test_four_slices_in_registers_and_in_shared_memory(kernel_backend: Any, form
         assert np.array_equal(outputs[0], other)
 
 
-@pytest.mark.parametrize("format", ["BF16", "Q4G64_F16S", "Q5G64_F16S", "W8G32_F16S", "NVFP4", "FP8_E4M3FN_ROW_BF16S"])
-@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("columns, format", [
+    pytest.param(columns, format, marks=[] if fast else [pytest.mark.slow]) for columns, format, fast in (
+    (1, "NVFP4", True), (3, "FP8_E4M3FN_ROW_BF16S", True), (1, "Q4G64_F16S", True),
+    (3, "BF16", False), (3, "Q5G64_F16S", False),
+    (1, "W8G32_F16S", False), (3, "NVFP4", False), (1, "FP8_E4M3FN_ROW_BF16S", False))])  # fmt: skip
 def test_when_chunks_are_copied_and_taken_changes_no_bit(kernel_backend: Any, format: str, columns: int) -> None:
     """Rings filled early and late, chunks in registers ahead, weights that leave L2 first, tiles claimed: on one multiprocessor
     and on more than there are tiles, so that warps have several tiles, one or none."""
