@@ -110,8 +110,7 @@ class Tile:
     ``warpgroup``: products of four warps at once (warpgroup.cuh). ``mixed``: gate and up rows share a matrix tile.
     ``clustered``: split, and the blocks of a tile are a cluster whose sums meet in shared memory (meeting.cuh). ``claimed``:
     teams take tiles while they run (claims.cuh). ``primed``: stages filled before the kernels in front have ended (0: all but
-    one); where bulk copies fill the ring of a resident tile. ``stream``: weights are the first to leave the L2 cache.
-    ``ahead``: a warp has its next chunk in registers before it multiplies one."""
+    one); where bulk copies fill the ring of a resident tile. ``stream``: weights are the first to leave the L2 cache."""
 
     mtiles: int
     warps_r: int
@@ -127,7 +126,6 @@ class Tile:
     claimed: bool = False
     primed: int = 0
     stream: bool = False
-    ahead: bool = False
 
 
 def slices_of(k_segment: int) -> int:
@@ -257,8 +255,6 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
         return False
     if tile.stream and not (product.in_units and caps.bulk_copy and product.bucket == product.block_columns):
         return False  # neighbouring blocks find each other's weights in the L2 cache
-    if tile.ahead and not (tile.resident and product.in_units and caps.bulk_copy):
-        return False
     if tile.claimed and not _claims_fit(product, tile, caps):
         return False
     if tile.clustered and not _cluster_fits(product, tile, caps):
@@ -276,7 +272,7 @@ def _claims_fit(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
     if not caps.bulk_copy or not tile.resident or tile.split or product.bucket > product.block_columns:
         return False
     share = product.chunks // product.slices * (block_segments(product, tile) * product.slices // tile.warps_k)
-    return tile.blocks_per_sm > 0 and tile.stages + tile.ahead < share
+    return tile.blocks_per_sm > 0 and tile.stages < share
 
 
 def _cluster_fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
@@ -448,7 +444,7 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         f"{f' ({tile.primed} filled early)' if tile.primed else ''}, activations "
         f"{'resident' if tile.resident else 'streamed'}{', a segment per block' if tile.split else ''}"
         f"{', segments meet in a cluster' if tile.clustered else ''}{', tiles claimed' if tile.claimed else ''}"
-        f"{', weights leave L2 first' if tile.stream else ''}{', a chunk ahead in registers' if tile.ahead else ''}"
+        f"{', weights leave L2 first' if tile.stream else ''}"
         f", dependents released {tile.release}",
     )
 

@@ -20,9 +20,9 @@ FIELDS: Mapping[str, Collection[int | str]] = {
     "mtiles": (1, 2, 4), "warps_r": range(1, 33), "warps_k": range(1, 33), "stages": range(2, 65), "resident": (False, True),
     "blocks_per_sm": range(33), "split": (False, True), "release": ("early", "late", "end"), "warpgroup": (False, True),
     "mixed": (False, True), "clustered": (False, True), "claimed": (False, True),
-    "primed": range(65), "stream": (False, True), "ahead": (False, True),
+    "primed": range(65), "stream": (False, True),
 }  # fmt: skip
-OPTIONAL = frozenset({"split", "release", "warpgroup", "mixed", "clustered", "claimed", "primed", "stream", "ahead"})
+OPTIONAL = frozenset({"split", "release", "warpgroup", "mixed", "clustered", "claimed", "primed", "stream"})
 
 
 class ProfileError(ValueError):

@@ -60,7 +60,7 @@ class Choice:
 
     def rounds(self, count: int) -> Iterator[list[Tile]]:
         """Tiles to measure: shapes, dealt beforehand and claimed, then for the best of them (``tile`` by then) when dependents
-        may start, whether chunks are taken ahead, whether weights leave L2 first, how much of the ring is filled early."""
+        may start, whether weights leave L2 first, how much of the ring is filled early."""
         ranked = list(candidates(self.product, self.caps))
         single = [tile for tile in ranked if tile.blocks_per_sm == 1]
         fresh = [tile for tile in ranked if tile.blocks_per_sm == 0]
@@ -71,7 +71,7 @@ class Choice:
         claimed = [claiming(self.product, tile, self.caps) for tile in (*best, *finest[: count // 3])]
         tiles = list(dict.fromkeys([self.tile, *best, *(tile for tile in claimed if tile)]))
         yield tiles
-        for knob, values in (("release", ("early", "late")), ("ahead", (False, True)), ("stream", (False, True))):
+        for knob, values in (("release", ("early", "late")), ("stream", (False, True))):
             yield turned(self.product, self.tile, self.caps, knob, values)
         primed = sorted({0, 1, max(1, self.tile.stages // 2), self.tile.stages})
         yield turned(self.product, self.tile, self.caps, "primed", primed)

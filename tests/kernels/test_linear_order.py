@@ -35,16 +35,15 @@ def test_four_slices_in_registers_and_in_shared_memory(kernel_backend: Any, form
     (1, "NVFP4", True), (3, "FP8_E4M3FN_ROW_BF16S", True), (1, "Q4G64_F16S", True),
     (3, "BF16", False), (3, "Q5G64_F16S", False),
     (1, "W8G32_F16S", False), (3, "NVFP4", False), (1, "FP8_E4M3FN_ROW_BF16S", False))])  # fmt: skip
-def test_when_chunks_are_copied_and_taken_changes_no_bit(kernel_backend: Any, format: str, columns: int) -> None:
-    """Rings filled early and late, chunks in registers ahead, weights that leave L2 first, tiles claimed: on one multiprocessor
+def test_when_chunks_are_copied_changes_no_bit(kernel_backend: Any, format: str, columns: int) -> None:
+    """Rings filled early and late, weights that leave L2 first, tiles claimed: on one multiprocessor
     and on more than there are tiles, so that warps have several tiles, one or none."""
     rng = np.random.default_rng(columns)
     product = Product(format, 384, 1280, columns, epilogue="store_f32")
     weights, x = random_weights(rng, format, product.n, product.k), activations(rng, columns, product.k)
     plain = Tile(1, 2, 2, 3, True, 1)
     variants = [plain, *(replace(plain, stages=stages, **knobs) for stages in (2, 4) for knobs in (
-        {"ahead": True}, {"ahead": True, "primed": 1}, {"ahead": True, "stream": True, "primed": stages},
-        {"ahead": True, "claimed": True}, {"primed": 1}, {"stream": True}))]  # fmt: skip
+        {"primed": 1}, {"primed": stages, "stream": True}, {"claimed": True}, {"stream": True}))]  # fmt: skip
     expected = None
     for sms in (1, 30):
         target = kernel_backend.caps(sms=sms)

@@ -153,12 +153,10 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   };
 
   // Weights do not depend on earlier kernels: fill the ring before all else.
-  [[maybe_unused]] u32 filled = 0;  // `ahead`: chunks in the ring
   const auto prime = [&](u32 first, u32 end) {
 #pragma unroll 1
     for (u32 stage = first; stage < end; ++stage) {
       ring.prime(stage, next.tile < G::tiles);
-      if constexpr (G::ahead) filled += next.tile < G::tiles;
       if constexpr (G::resident && !G::bulk) cp_async_commit();
       advance();
     }
@@ -194,27 +192,6 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   if constexpr (G::epilogue == Epilogue::push_f32) args.push.open();
   Meeting<G>::meet();
 
-  // `ahead`: the chunk multiplied next is in registers, the others behind it in the ring. A stage is refilled when all lanes
-  // have read it.
-  [[maybe_unused]] typename ChunkProduct<G>::Chunk chunk;
-  const auto fetch = [&](typename ChunkProduct<G>::Chunk& to) {
-    if (filled != 0) {
-      ring.wait();
-      to.load(ring.at);
-    }
-    ring.next();
-  };
-  const auto refill = [&](bool copies) {
-    sync_warp();
-    ring.refill(copies);
-    filled += u32(copies) - 1;
-  };
-  if constexpr (G::ahead) {
-    fetch(chunk);
-    refill(next.tile < G::tiles);
-    if (next.tile < G::tiles) advance();
-  }
-
   const u32 x_lane = ChunkProduct<G>::lane_offset();
   Team<G> sums{base + G::sums_base, team, member};
   // Of activations: stage being multiplied and stage being filled, which is the one before.
@@ -241,19 +218,8 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
         for (u32 left = here.left; left != 0;) {
           const u32 run = left < next.left ? left : next.left;  // to the end of the slice multiplied or of the slice copied
           const bool copies = next.tile < G::tiles;
-          constexpr u32 together = G::ahead ? 2 : 1;  // a chunk and the one behind it change names instead of registers
-#pragma unroll together
+#pragma unroll 1
           for (u32 i = run; i != 0; --i) {
-            if constexpr (G::ahead) {
-              typename ChunkProduct<G>::Chunk following;
-              fetch(following);
-              product.add(chunk, x_chunk);
-              x_chunk += G::slices * G::x_chunk_bytes;
-              chunk = following;
-              refill(copies);
-              ring.copier.step();
-              continue;
-            }
             if constexpr (G::bulk) {
               ring.wait();
             } else {

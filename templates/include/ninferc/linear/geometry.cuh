@@ -26,7 +26,7 @@ enum class Epilogue : u32 { store, store_f32, push_f32, swiglu, residual };
 // When dependent kernels may start: at once (short kernels), with the block's last tile, or at the end of the kernel.
 enum class Release : u32 { early, late, end };
 
-// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, primed (0: all but one), resident, split, clustered, mixed, stream (weights leave L2 first), ahead (a chunk is in registers before the one in front is multiplied), claimed, warpgroup
+// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, primed (0: all but one), resident, split, clustered, mixed, stream (weights leave L2 first), claimed, warpgroup
 // (warpgroup.cuh instead of columns.cuh), in_units (weights lie in units, see codec/units.cuh), norm, keep (the normalised activations are stored as well), release.
 template <class Config>
 struct LinearGeometry : Config {
@@ -121,9 +121,8 @@ struct LinearGeometry : Config {
   static_assert(!claimed || (Config::resident && !Config::split && Config::column_blocks == 1), "resident blocks take any tile");
   static_assert(chunks % slices == 0, "slices are equal: the warps of a team come to the end of a tile in the same round");
   static_assert(primed <= Config::stages, "of the ring");
-  static_assert(!claimed || Config::stages + Config::ahead < chunks / slices * slices_per_warp, "copies are less than a tile ahead");
+  static_assert(!claimed || Config::stages < chunks / slices * slices_per_warp, "copies are less than a tile ahead");
   static_assert(!Config::norm || Config::resident, "the norm needs the whole activations");
-  static_assert(!Config::ahead || (Config::resident && Config::in_units), "chunks are taken ahead from bulk copies");
   static_assert(!Config::warpgroup || (!Config::resident && whole_x && mtiles == 1 && warps_r % 4 == 0 && !Traits::grouped_int),
                 "warpgroup products take one matrix tile per warp, whole chunks, scales on weights or on rows");
   static_assert(!in_units || (whole_x && k % 128 == 0 && outputs % 16 == 0), "units are whole, in every segment, of gate and of up");

@@ -139,7 +139,6 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
           if constexpr (G::format == Format::bf16) pipe.template wait<0>();
           Rows rows;
           rows.load(ring.at, 0);
-          rows.unpack_scales();
 #pragma unroll
           for (u32 step = 0; step < 4; ++step) {
             u32(&fragments)[2][4] = a[step % 2];

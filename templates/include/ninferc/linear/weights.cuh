@@ -183,19 +183,11 @@ struct ChunkProduct {
     else return lane_id() / 4 % G::bucket * G::x_pitch + lane_id() % 4 * 16;
   }
 
-  // A chunk of weights as a lane takes it from its stage.
-  struct Chunk;
-
   // `x`: the chunk of column 0 (columns are x_pitch apart), at lane_offset.
   NINFERC_DEVICE void add(u32 stage, u32 x) {
-    Chunk chunk;
-    chunk.load(stage);
-    add(chunk, x);
-  }
-  NINFERC_DEVICE void add(Chunk& chunk, u32 x) {
-    Rows(&rows)[G::mtiles] = chunk.rows;
+    Rows rows[G::mtiles];
 #pragma unroll
-    for (u32 m = 0; m < G::mtiles; ++m) rows[m].unpack_scales();
+    for (u32 m = 0; m < G::mtiles; ++m) rows[m].load(stage, m);
     if constexpr (G::Traits::grouped_int) {
       whole.add(rows, x);
     } else {
@@ -261,15 +253,8 @@ struct ChunkProduct {
           scales[half][0] = ld_shared<u32>(stage + group * 4 + scale_at);
         } else if constexpr (format == Format::nvfp4) {
           const u32 lane_scale = group * 4 + pair / 2 * 32 + pair % 2 * 2;
-          scales[half][0] = ld_shared<u16>(stage + lane_scale + scale_at);
+          unpack_nvfp4_scales(ld_shared<u16>(stage + lane_scale + scale_at), scales[half][0], scales[half][1]);
         }
-      }
-    }
-    // Apart from the loads, so that these may be on their way for long.
-    NINFERC_DEVICE void unpack_scales() {
-      if constexpr (format == Format::nvfp4) {
-#pragma unroll
-        for (u32 half = 0; half < 2; ++half) unpack_nvfp4_scales(scales[half][0], scales[half][0], scales[half][1]);
       }
     }
 
@@ -330,14 +315,6 @@ struct ChunkProduct {
     NINFERC_DEVICE f32x2 pick(u32 word, u32 upper) const {
       return upper ? f32x2{f16x2_hi(scales[0][word]), f16x2_hi(scales[1][word])}
                    : f32x2{f16x2_lo(scales[0][word]), f16x2_lo(scales[1][word])};
-    }
-  };
-
-  struct Chunk {
-    Rows rows[G::mtiles];
-    NINFERC_DEVICE void load(u32 stage) {
-#pragma unroll
-      for (u32 m = 0; m < G::mtiles; ++m) rows[m].load(stage, m);
     }
   };
 
