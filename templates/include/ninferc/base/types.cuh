@@ -277,6 +277,25 @@ NINFERC_DEVICE u32 hfma2_bf16_exact(u32 a, u32 b, u32 c) {
   return hfma2_bf16(a, b, c);
 #endif
 }
+// A pair's low or high number twice, in a form that the compiler folds into the instruction which multiplies by it.
+NINFERC_DEVICE u32 low_twice(u32 pair) {
+#if defined(NINFERC_EMULATOR)
+  return prmt(pair, pair, 0x1010);
+#else
+  u32 result;
+  asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %1;\n mov.b32 %0, {l, l};\n}" : "=r"(result) : "r"(pair));
+  return result;
+#endif
+}
+NINFERC_DEVICE u32 high_twice(u32 pair) {
+#if defined(NINFERC_EMULATOR)
+  return prmt(pair, pair, 0x3232);
+#else
+  u32 result;
+  asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %1;\n mov.b32 %0, {h, h};\n}" : "=r"(result) : "r"(pair));
+  return result;
+#endif
+}
 NINFERC_DEVICE u32 hadd2_bf16_exact(u32 a, u32 b) { return hfma2_bf16_exact(a, 0x3f803f80u, b); }
 NINFERC_DEVICE u32 hmul2_bf16_exact(u32 a, u32 b) { return hfma2_bf16_exact(a, b, 0x80008000u); }
 NINFERC_DEVICE u32 hadd2_bf16(u32 a, u32 b) { return hfma2_bf16(a, 0x3f803f80u, b); }
