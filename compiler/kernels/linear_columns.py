@@ -183,7 +183,8 @@ def shared_bytes(product: Product, tile: Tile, caps: DeviceCaps) -> int:
     unit = 32 * (ceil(columns / 2) if columns < 8 else 4) * (2 if columns == 1 else 4)  # of eight columns those that exist
     sums = members * units_of(product, tile) * unit if members > 1 else 0
     if tile.resident:
-        x = product.block_columns * (segments * product.chunks * chunk + padding)
+        zeros = 256 if product.block_columns < 8 and not grouped else 0  # for lanes of columns that do not exist
+        x = product.block_columns * (segments * product.chunks * chunk + padding) + zeros
     elif tile.warpgroup:
         x = X_TILES * tile.warps_k * product.block_columns * 256
     else:

@@ -122,6 +122,7 @@ NINFERC_DEVICE void stage_resident(u32 to, const Activations& in, u32 first_chun
       else st_shared(chunk_at + G::piece_slot(piece % 16) * 16, order_columns<G::format>(x[i]));
     }
   }
+  if (threadIdx.x < G::zero_bytes / 16) st_shared(to - G::x_base + G::zero_base + threadIdx.x * 16, u32x4{0, 0, 0, 0});
   if (kept) fence_gpu();  // dependents, which start after this, may read the rows before they wait
   sync_block();
 }

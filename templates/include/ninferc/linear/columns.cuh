@@ -193,6 +193,8 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   Meeting<G>::meet();
 
   const u32 x_lane = ChunkProduct<G>::lane_offset();
+  const bool has_column = G::zero_bytes == 0 || lane_id() / 4 < G::bucket;
+  const u32 x_next = has_column ? G::slices * G::x_chunk_bytes : 0;  // from a chunk of a slice to the next
   Team<G> sums{base + G::sums_base, team, member};
   // Of activations: stage being multiplied and stage being filled, which is the one before.
   constexpr u32 x_step = G::warps_k * G::x_bytes;
@@ -212,7 +214,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
       ChunkProduct<G> product;
       product.clear();
       const ChunkWalk<G> here(0, slice, 0, 0);
-      u32 x_chunk = base + G::x_base + here.number * G::x_chunk_bytes + x_lane;
+      u32 x_chunk = base + (has_column ? G::x_base + here.number * G::x_chunk_bytes + x_lane : G::zero_base + lane_id() % 4 * 16);
       if constexpr (G::resident) {
 #pragma unroll 1
         for (u32 left = here.left; left != 0;) {
@@ -230,7 +232,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
               cp_async_commit();
             }
             product.add(ring.at, x_chunk);
-            x_chunk += G::slices * G::x_chunk_bytes;
+            x_chunk += x_next;
             ring.next();
             if constexpr (G::bulk) {
               sync_warp();  // all lanes have done with the stage, which is refilled at once

@@ -73,6 +73,8 @@ struct LinearGeometry : Config {
   static constexpr u32 x_chunk_bytes = Traits::grouped_int ? 400 : 256;
   static constexpr u32 x_tiles = 3;  // warpgroup products: being multiplied, perhaps still multiplied, being stored
   static constexpr u32 x_pitch = (Config::resident ? block_segments * chunks : 1) * x_chunk_bytes + (Traits::grouped_int ? 0 : 64);
+  // Lanes of columns that the bucket lacks read zeros, resident ones: matrix instructions take less power with them.
+  static constexpr u32 zero_bytes = Config::resident && !Traits::grouped_int && Config::bucket < 8 ? 256 : 0;
   static constexpr u32 x_bytes = Config::bucket * (Config::warpgroup ? 256 : x_pitch);  // resident: once per block; else per stage and warp of K
 
   // Sums of the slices that the warps of a tile compute at once: of a matrix tile's eight columns those that exist, held by
@@ -86,7 +88,8 @@ struct LinearGeometry : Config {
 
   static constexpr u32 x_base = 0;
   static constexpr u32 norm_bytes = Config::norm ? Config::bucket * 9 * 4 : 0;
-  static constexpr u32 norm_base = x_base + (Config::resident ? x_bytes : (Config::warpgroup ? x_tiles : Config::stages) * warps_k * x_bytes);
+  static constexpr u32 zero_base = x_base + x_bytes;
+  static constexpr u32 norm_base = zero_bytes + x_base + (Config::resident ? x_bytes : (Config::warpgroup ? x_tiles : Config::stages) * warps_k * x_bytes);
   static constexpr u32 ring_base = round_up(norm_base + norm_bytes, 128u);
   static constexpr u32 ring_bytes = Config::stages * stage_bytes;
   static constexpr u32 sums_base = ring_base + warps_r * warps_k * ring_bytes;
