@@ -11,7 +11,7 @@ import numpy as np
 
 from compiler.control import FAULT, egress_extent
 from compiler.ir.op import Array
-from compiler.ir.types import DTYPE_BYTES, Kind
+from compiler.ir.types import DTYPE_BYTES, Kind, Value
 from compiler.kernels.arrange import UnitWeight, arrange_entry, arranged_weights, unit_weights, units_entry
 from compiler.passes.halves import PREFILL, PREFILL_HALVES
 from compiler.passes.schedule import CHANNEL
@@ -107,7 +107,7 @@ class CudaBackend:
             raise DeviceError(f"device {device.index} is to run {len(ranks)} ranks: a test mode, for programs compiled for "
                               f"{info.sms // len(ranks)} multiprocessors (this one: {self.program.caps.sms})")  # fmt: skip
         need = sum(self.program.regions[rank].get(name, 0) for name in (*DEVICE_REGIONS, EXCHANGE) for rank in ranks)
-        need += max((weight.scratch for rank in ranks for weight in self._in_units[rank]), default=0)  # while loading
+        need += sum(self._scratch_bytes(rank) for rank in ranks)  # while loading
         if need > info.free:
             raise DeviceError(f"device {device.index} ({info.name}): {need / 2**30:.2f} GiB are needed, "
                               f"{info.free / 2**30:.2f} GiB are free; lower --max-context or --max-concurrency")  # fmt: skip
@@ -187,27 +187,32 @@ class CudaBackend:
                 progress(done, total)
 
         self.wait()  # memory is cleared on another stream than the copies take
+        scratch = [device.allocate(nbytes, "rearranging weights") if (nbytes := self._scratch_bytes(rank)) else None
+                   for rank, device in enumerate(self.devices)]  # fmt: skip
+        codes = {value.name: nbytes for value, nbytes in arranged_weights(values)}
+        in_units = {weight.value.name: weight for of_rank in self._in_units for weight in of_rank}
+
+        def arrange(value: Value) -> None:
+            """Bring a weight into the order in which the program's kernels read it, while others are on their way."""
+            if value.name in codes:
+                words = {"words": self.address(self.program.placements[value.name])}
+                self._launch(arrange_entry(self.program.caps.arch), value.rank, words, {"pieces": codes[value.name] // 16})
+            if value.name in in_units:
+                self._arrange_units(in_units[value.name], scratch[value.rank])
+
         self.upload_times = upload([(v, v.rank, self.address(self.program.placements[v.name])) for v in values], weights,
-                                   self.devices, arrived)  # fmt: skip
-        self._arrange()
+                                   self.devices, arrived, complete=arrange)  # fmt: skip
+        for device, memory in zip(self.devices, scratch, strict=True):
+            if memory is not None:
+                device.release(memory)  # waits
         self.wait()
         self.uploaded = (total, time.perf_counter() - began)
 
-    def _arrange(self) -> None:
-        """Bring weights into the order in which the program's kernels read them."""
-        program, arch = self.program, self.program.caps.arch
-        for value, nbytes in arranged_weights(program.values.values()):
-            words = self.address(program.placements[value.name])
-            self._launch(arrange_entry(arch), value.rank, {"words": words}, {"pieces": nbytes // 16})
-        for device, weights in zip(self.devices, self._in_units, strict=True):
-            if not weights:
-                continue
-            scratch = device.allocate(max(weight.scratch for weight in weights), "rearranging weights")
-            for weight in weights:
-                self._arrange_units(weight, scratch)
-            device.release(scratch)  # waits
+    def _scratch_bytes(self, rank: int) -> int:
+        """Device memory that bringing a rank's weights into units takes."""
+        return max((weight.scratch for weight in self._in_units[rank]), default=0)
 
-    def _arrange_units(self, weight: UnitWeight, scratch: int) -> None:
+    def _arrange_units(self, weight: UnitWeight, scratch: int | None) -> None:
         entry, at = units_entry(weight.format, self.program.caps.arch), self.address(self.program.placements[weight.value.name])
         pointers = {name: at + weight.planes[name] if name in weight.planes else None for name in
                     ("w_codes", "w_high", "w_scales")}  # fmt: skip

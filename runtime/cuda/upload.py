@@ -63,6 +63,18 @@ class _Task:
     start: int
     end: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class _News:
+    """``sent`` bytes are on their way since the last news of a thread, and the tasks ``arrived`` have reached their device."""
+
+    sent: int
+    arrived: tuple[_Task, ...]
+
 
 def tasks_of(values: Sequence[tuple[Value, int, int]]) -> list[_Task]:
     """Work for the threads, from (weight, device, address): in the order of the file, ranks of one object side by side."""
@@ -110,6 +122,7 @@ class _Stage:
     def __init__(self, devices: Sequence[Device], buffer: PinnedBuffer | RegisteredBuffer) -> None:
         driver = api()
         self.pending: int | None = None  # the event of the device that may still be reading
+        self.filled = 0  # number of the piece that it holds, counted by its thread
         self.events: list[int] = []
         self.buffer = buffer
         try:
@@ -133,7 +146,7 @@ class _Shared:
     def __init__(self, devices: Sequence[Device], weights: WeightStore, piece: int, registered: bool) -> None:
         self.devices, self.weights, self.piece = devices, weights, piece
         self.tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
-        self.report: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
+        self.report: queue.SimpleQueue[_News | BaseException | None] = queue.SimpleQueue()
         self.stop = threading.Event()
         self.locking: list[None] = []
         self.calls = _Calls()
@@ -159,6 +172,9 @@ class _Worker(threading.Thread):
         self._shared = shared
         self._streams: list[int] = []
         self._stages: deque[_Stage] = deque()  # the one that was filled longest ago is first
+        self._pieces = 0
+        self._sent: deque[tuple[int, _Task]] = deque()  # with the number of its last piece, not known to have arrived
+        self._arrived: list[_Task] = []  # not reported
         self.prepare = self.read = self.send = self.wait = self.finish = 0.0
 
     def run(self) -> None:
@@ -208,15 +224,21 @@ class _Worker(threading.Thread):
                 filled = perf_counter()
                 event = stage.events[current]
                 shared.calls.copy(task.target + start, stage.buffer.address, size, stream, event)
-                stage.pending = event
+                self._pieces += 1
+                stage.pending, stage.filled = event, self._pieces
                 self.read, self.send = self.read + filled - began, self.send + perf_counter() - filled
-            unsaid += task.end - task.start
+            self._sent.append((self._pieces, task))
+            unsaid += task.nbytes
             if unsaid >= REPORT:
-                shared.report.put(unsaid)
+                self._say(unsaid)
                 unsaid = 0
-        shared.report.put(unsaid)
         for stage in self._stages:
             self._empty(stage)
+        self._say(unsaid)
+
+    def _say(self, sent: int) -> None:
+        self._shared.report.put(_News(sent, tuple(self._arrived)))
+        self._arrived = []
 
     def _stage(self, device: int) -> _Stage:
         """The next buffer to fill: another one as long as there may be more and no thread is page-locking one, the first in
@@ -244,6 +266,10 @@ class _Worker(threading.Thread):
             self._shared.calls.wait(stage.pending)
             stage.pending = None
             self.wait += perf_counter() - began
+            # A buffer is emptied before it is filled again: every piece has arrived but those that buffers still hold.
+            held = min((other.filled for other in self._stages if other.pending is not None), default=self._pieces + 1)
+            while self._sent and self._sent[0][0] < held:
+                self._arrived.append(self._sent.popleft()[1])
 
 
 def thread_count(devices: int = 1) -> int:
@@ -253,9 +279,11 @@ def thread_count(devices: int = 1) -> int:
 
 def upload(values: Sequence[tuple[Value, int, int]], weights: WeightStore, devices: Sequence[Device],
            progress: Callable[[int], None], threads: int | None = None, piece: int | None = None,
-           registered: bool = True) -> UploadTimes:  # fmt: skip
+           registered: bool = True, complete: Callable[[Value], None] = lambda value: None) -> UploadTimes:  # fmt: skip
     """Bring weights, each with the position of its device in ``devices`` and its address there, to the devices; returns when
-    all bytes have arrived. ``progress(bytes)`` is called in this thread as shares of them are on their way.
+    all bytes have arrived. ``progress(bytes)`` is called in this thread as shares of them are on their way, and
+    ``complete(weight)`` when all bytes of a weight have arrived, or will have when its device's stream comes to what is queued
+    there next: what else is to be done with it can be done beside the copies of others.
     ``threads``, bytes of a ``piece`` and ``registered``, whether buffers are registered pages or the driver's, are for
     measurements.
 
@@ -266,6 +294,7 @@ def upload(values: Sequence[tuple[Value, int, int]], weights: WeightStore, devic
     for value, device, target in values:
         if weights.fill(value, devices[device], target):
             progress(value.nbytes)
+            complete(value)
         else:
             rest.append((value, device, target))
     todo = tasks_of(rest)
@@ -273,6 +302,7 @@ def upload(values: Sequence[tuple[Value, int, int]], weights: WeightStore, devic
         return UploadTimes()
     count = min(threads or thread_count(len(devices)), len(todo))
     shared = _Shared(devices, weights, piece or PIECE, registered)
+    missing = {value.name: value.nbytes for value, _, _ in rest}
     for task in todo:
         shared.tasks.put(task)
     workers = [_Worker(shared) for _ in range(count)]
@@ -289,7 +319,11 @@ def upload(values: Sequence[tuple[Value, int, int]], weights: WeightStore, devic
                 failed = failed or news
                 shared.stop.set()
             else:
-                progress(news)
+                progress(news.sent)
+                for task in news.arrived:
+                    missing[task.value.name] -= task.nbytes
+                    if missing[task.value.name] == 0:
+                        complete(task.value)
     finally:
         shared.stop.set()
         for worker in workers:

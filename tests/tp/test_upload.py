@@ -121,6 +121,71 @@ def test_every_byte_arrives_and_is_read_once(tp: int, name: str, threads: int, w
     assert max(size for _, _, size in source.reads) <= 1000 and source.readers == 0
 
 
+@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("filled", [0, 3])
+def test_a_weight_is_complete_once_all_of_it_has_arrived(filled: int, tp: int, threads: int, copies: Copies) -> None:
+    """Each is said to be once, while others may be on their way; what the store makes on the device as well."""
+    program, artifact = models.program("dense-small", tp=tp, **OPTIONS), models.artifact("dense-small")
+    copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
+    for memory in copies.memory:
+        memory[:] = 0xA5
+    weights = {v.name: v for v in program.values.values() if v.kind is Kind.WEIGHT}
+    made = set(itertools.islice(weights, filled))
+    plain, store = WeightStore(ArtifactWeights(artifact)), WeightStore(Counting(artifact))
+    store.fill = lambda value, device, address: value.name in made  # type: ignore[method-assign]
+    said: list[str] = []
+
+    def complete(value: Any) -> None:
+        said.append(value.name)
+        place = program.placements[value.name]
+        there = copies.memory[value.rank][place.offset : place.end]
+        assert value.name in made or np.array_equal(there, plain.encoded(value)), value.name
+
+    values = [(v, v.rank, copies.base(v.rank) + program.placements[v.name].offset) for v in weights.values()]
+    upload(values, store, copies.devices, lambda count: None, threads, complete=complete)
+    assert sorted(said) == sorted(weights)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_said_to_have_arrived_has(tp: int, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at by the thread that says so, before its next wait lets more copies happen; of each task at once."""
+    program, artifact = models.program("dense-small", tp=tp, **OPTIONS), models.artifact("dense-small")
+    copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
+    for memory in copies.memory:
+        memory[:] = 0xA5
+    plain, said, say = WeightStore(ArtifactWeights(artifact)), [], upload_module._Worker._say
+
+    def checked(worker: Any, sent: int) -> None:
+        for task in worker._arrived:
+            first = task.target - copies.base(task.device)
+            there = copies.memory[task.device][first + task.start : first + task.end]
+            assert np.array_equal(there, plain.encoded(task.value)[task.start : task.end]), task
+            said.append((task.value.name, task.start))
+        say(worker, sent)
+
+    monkeypatch.setattr(upload_module._Worker, "_say", checked)
+    monkeypatch.setattr(upload_module, "REPORT", 1)
+    loaded(program, WeightStore(Counting(artifact)), copies, 1)
+    arrived(program, copies, artifact)
+    assert len(said) == len(set(said)) > 20
+
+
+def test_what_fails_behind_a_weight_ends_the_upload(copies: Copies) -> None:
+    program = models.program("dense-small", **OPTIONS)
+    copies.allocate([sizes[WEIGHTS] for sizes in program.regions])
+
+    def complete(value: Any) -> None:
+        raise DeviceError("no kernel")
+
+    source = Counting(models.artifact("dense-small"))
+    values = [(v, v.rank, copies.base(v.rank) + program.placements[v.name].offset)
+              for v in program.values.values() if v.kind is Kind.WEIGHT]  # fmt: skip
+    with pytest.raises(DeviceError, match="no kernel"):
+        upload(values, WeightStore(source), copies.devices, lambda count: None, 3, complete=complete)
+    assert copies.open == 0 and source.readers == 0
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_objects_that_are_made(tp: int, copies: Copies) -> None:
     program = models.program("dense-small", tp=tp, **OPTIONS)
