@@ -44,7 +44,7 @@ def arrange_spec(caps: DeviceCaps) -> KernelSpec:
     """Arguments: words (in place), pieces of 16 bytes."""
     return KernelSpec(arrange_entry(caps.arch), "arrange_nvfp4.cu.j2", {}, (8 * caps.sms, 1, 1), THREADS, 0,
                       ("words", "pieces"), waits_first=True,
-                      reason="once a weight has arrived: NVFP4 codes in device order")  # fmt: skip
+                      reason="once a weight is there: NVFP4 codes in device order")  # fmt: skip
 
 
 def units_entry(format: str, arch: str) -> str:
@@ -57,7 +57,7 @@ def units_spec(format: str, caps: DeviceCaps) -> KernelSpec:
     must not have more blocks than scratch has places (UnitWeight.blocks)."""
     return KernelSpec(units_entry(format, caps.arch), "arrange_units.cu.j2", {"format": UNIT_FORMATS[format][0]},
                       (2 * caps.sms, 1, 1), UNITS_THREADS, 0, ("w_codes", "w_high", "w_scales", "scratch", "rows", "chunks"),
-                      waits_first=True, reason="once a weight has arrived: weights in units of 16 rows x 128 columns")  # fmt: skip
+                      waits_first=True, reason="once a weight is there: weights in units of 16 rows x 128 columns")  # fmt: skip
 
 
 def arranged_weights(values: Iterable[Value]) -> Iterator[tuple[Value, int]]:
