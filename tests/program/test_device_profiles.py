@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from compiler import profiles
 from compiler.emit.arch import caps
-from compiler.kernels.linear_columns import Product, Tile, choose, fits
+from compiler.kernels.linear_columns import FORMATS, Product, Tile, choose, fits
 from compiler.profiles import FIELDS, OPTIONAL, ProfileError, load
 
 PRODUCT = Product("NVFP4", 34816, 5120, 24, 1, "swiglu")
@@ -39,6 +40,20 @@ def clean() -> Iterator[None]:
 def test_fields_are_those_of_a_tile() -> None:
     assert list(FIELDS) == [field.name for field in fields(Tile)]
     assert {field.name for field in fields(Tile) if field.default is not MISSING} == OPTIONAL
+
+
+@pytest.mark.parametrize("path", sorted(Path(profiles.__file__).parent.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_tiles_are_legal(path: Path) -> None:
+    """A tile that no longer fits would give way to the built-in choice, and nobody would see that it is slower."""
+    profile, names = load(path), {kernel: name for name, (kernel, *_) in FORMATS.items()}
+    target = replace(caps(profile.arch), sms=profile.sms)
+    for key, tile in profile.tiles.items():
+        found = re.fullmatch(r"(\w+) (\d+)x(\d+) c(\d+) s(\d+) (\w+?)(\+norm)?", key)
+        assert found, key
+        kernel, *numbers, epilogue, norm = found.groups()
+        n, k, columns, segments = (int(number) for number in numbers)
+        product = Product(names[kernel], n, k, columns, segments, epilogue, norm is not None)
+        assert product.key == key and fits(product, Tile(**tile), target), key
 
 
 @pytest.mark.parametrize("name", FIELDS)
