@@ -187,8 +187,8 @@ class CudaBackend:
                 progress(done, total)
 
         self.wait()  # memory is cleared on another stream than the copies take
-        scratch = [device.allocate(nbytes, "rearranging weights") if (nbytes := self._scratch_bytes(rank)) else None
-                   for rank, device in enumerate(self.devices)]  # fmt: skip
+        scratch = {rank: device.allocate(nbytes, "rearranging weights") for rank, device in enumerate(self.devices)
+                   if (nbytes := self._scratch_bytes(rank))}  # fmt: skip
         codes = {value.name: nbytes for value, nbytes in arranged_weights(values)}
         in_units = {weight.value.name: weight for of_rank in self._in_units for weight in of_rank}
 
@@ -202,9 +202,8 @@ class CudaBackend:
 
         self.upload_times = upload([(v, v.rank, self.address(self.program.placements[v.name])) for v in values], weights,
                                    self.devices, arrived, complete=arrange)  # fmt: skip
-        for device, memory in zip(self.devices, scratch, strict=True):
-            if memory is not None:
-                device.release(memory)  # waits
+        for rank, memory in scratch.items():
+            self.devices[rank].release(memory)  # waits
         self.wait()
         self.uploaded = (total, time.perf_counter() - began)
 
@@ -212,7 +211,7 @@ class CudaBackend:
         """Device memory that bringing a rank's weights into units takes."""
         return max((weight.scratch for weight in self._in_units[rank]), default=0)
 
-    def _arrange_units(self, weight: UnitWeight, scratch: int | None) -> None:
+    def _arrange_units(self, weight: UnitWeight, scratch: int) -> None:
         entry, at = units_entry(weight.format, self.program.caps.arch), self.address(self.program.placements[weight.value.name])
         pointers = {name: at + weight.planes[name] if name in weight.planes else None for name in
                     ("w_codes", "w_high", "w_scales")}  # fmt: skip

@@ -9,7 +9,8 @@ buffers of 4 MiB brought 37 and 43 GB/s when the buffers were pages registered w
 12 threads 48, 4 threads 21. Pieces of 2 MiB brought 14.
 
 What is called for every piece is called through ctypes, and an event is queried before it is waited for: ``ninferc bench
---load`` brings 38 GB/s so, and brought 23 on another machine with the functions of cuda.bindings.
+--load`` brought 38 GB/s so, 30 on another machine where weights were arranged behind the copies, and 23 on a third with the
+functions of cuda.bindings.
 """
 
 from __future__ import annotations
@@ -282,8 +283,8 @@ def upload(values: Sequence[tuple[Value, int, int]], weights: WeightStore, devic
            registered: bool = True, complete: Callable[[Value], None] = lambda value: None) -> UploadTimes:  # fmt: skip
     """Bring weights, each with the position of its device in ``devices`` and its address there, to the devices; returns when
     all bytes have arrived. ``progress(bytes)`` is called in this thread as shares of them are on their way, and
-    ``complete(weight)`` when all bytes of a weight have arrived, or will have when its device's stream comes to what is queued
-    there next: what else is to be done with it can be done beside the copies of others.
+    ``complete(weight)`` when all bytes of a weight have arrived, or making it is queued on its device's stream: what else is to
+    be done with it can be queued there, beside the copies of others.
     ``threads``, bytes of a ``piece`` and ``registered``, whether buffers are registered pages or the driver's, are for
     measurements.
 

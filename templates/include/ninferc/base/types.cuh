@@ -277,22 +277,14 @@ NINFERC_DEVICE u32 hfma2_bf16_exact(u32 a, u32 b, u32 c) {
   return hfma2_bf16(a, b, c);
 #endif
 }
-// A pair's low or high number twice, in a form that the compiler folds into the instruction which multiplies by it.
-NINFERC_DEVICE u32 low_twice(u32 pair) {
+// A pair's low (0) or high (1) number twice, in a form that the compiler folds into the instruction which multiplies by it.
+template <u32 half>
+NINFERC_DEVICE u32 twice(u32 pair) {
 #if defined(NINFERC_EMULATOR)
-  return prmt(pair, pair, 0x1010);
+  return prmt(pair, pair, half ? 0x3232 : 0x1010);
 #else
   u32 result;
-  asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %1;\n mov.b32 %0, {l, l};\n}" : "=r"(result) : "r"(pair));
-  return result;
-#endif
-}
-NINFERC_DEVICE u32 high_twice(u32 pair) {
-#if defined(NINFERC_EMULATOR)
-  return prmt(pair, pair, 0x3232);
-#else
-  u32 result;
-  asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %1;\n mov.b32 %0, {h, h};\n}" : "=r"(result) : "r"(pair));
+  asm("{\n .reg .b16 n0, n1;\n mov.b32 {n0, n1}, %1;\n mov.b32 %0, {n%2, n%2};\n}" : "=r"(result) : "r"(pair), "n"(half));
   return result;
 #endif
 }

@@ -83,8 +83,8 @@ constexpr f32 fp8_value = 0x1p120f;
 NINFERC_DEVICE void unpack_nvfp4_scales(u32 scales, u32& first, u32& second) {
   const u32 moved = prmt(scales, 0, 0x4140) << 4;                            // scale * 2^-120, one in each half
   const u32 both = hmul2_bf16_exact(hmul2_bf16_exact(moved, 0x7b807b80u), 0x7b007b00u);  // no single bf16 factor is 2^239
-  first = low_twice(both);
-  second = high_twice(both);
+  first = twice<0>(both);
+  second = twice<1>(both);
 }
 
 // Pair `pair` of a word in device order (arrange.cuh), times 2^-126 in each half (subnormal included).  `factor` is
