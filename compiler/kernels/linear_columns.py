@@ -52,17 +52,31 @@ class Product:
     epilogue: str = "store"  # store, store_f32, push_f32, swiglu, residual
     norm: bool = False  # rmsnorm of x in the prologue
     keep: bool = False  # and the normalised x stored as well
+    # Another product of the same x in the same kernel, its results apart: the artifact's name of its format, its weight rows.
+    second: tuple[str, int] | None = None
 
     @property
     def key(self) -> str:
         """Name of the product in device profiles; products of a bucket share a tile."""
         norm = "+norm" if self.norm else ""
         epilogue = self.epilogue.replace("push", "store")  # the same work but for what leaves the device
-        return f"{self.kernel_format} {self.n}x{self.k} c{self.bucket} s{self.segments} {epilogue}{norm}"
+        formats, rows = "+".join(self.kernel_formats), "+".join(str(part.n) for part in self.parts)
+        return f"{formats} {rows}x{self.k} c{self.bucket} s{self.segments} {epilogue}{norm}"
+
+    @property
+    def parts(self) -> tuple[Product, ...]:
+        """The products of one weight each that the kernel computes."""
+        alone = replace(self, second=None)
+        return (alone,) if self.second is None else (alone, replace(alone, format=self.second[0], n=self.second[1]))
 
     @property
     def kernel_format(self) -> str:
         return FORMATS[self.format][0]
+
+    @property
+    def kernel_formats(self) -> tuple[str, ...]:
+        """Of both products where there are two."""
+        return tuple(part.kernel_format for part in self.parts)
 
     @property
     def bucket(self) -> int:
@@ -94,8 +108,8 @@ class Product:
 
     @property
     def in_units(self) -> bool:
-        """Whether the weight lies in units of 16 rows x 128 columns (codec/units.cuh)."""
-        return in_units(self.format, self.n, self.k)
+        """Whether the weights lie in units of 16 rows x 128 columns (codec/units.cuh)."""
+        return all(in_units(part.format, part.n, part.k) for part in self.parts)
 
     @property
     def row_tiles(self) -> int:
@@ -160,16 +174,18 @@ def sharers_of(product: Product, tile: Tile) -> int:
 
 
 def tiles_of(product: Product, tile: Tile) -> int:
-    """Tiles of the product."""
+    """Tiles of the product, or of both."""
+    if product.second is not None:
+        return sum(tiles_of(part, tile) for part in product.parts)
     if tile.mixed:
         return ceil(product.outputs / 8)
     return ceil(product.row_tiles * (2 if product.epilogue == "swiglu" else 1) / (tile.mtiles * pair_of(product, tile)))
 
 
 def stage_bytes(product: Product, tile: Tile) -> int:
-    """Weights of one stage of a warp."""
-    _, code_bytes, high_bytes, scale_bytes = FORMATS[product.format]
-    return tile.mtiles * (16 * code_bytes + 16 * high_bytes + scale_bytes)
+    """Bytes from one stage of a warp to the next: the weights of a chunk, of two products the larger."""
+    chunks = [FORMATS[part.format] for part in product.parts]
+    return tile.mtiles * max(16 * code_bytes + 16 * high_bytes + scale_bytes for _, code_bytes, high_bytes, scale_bytes in chunks)
 
 
 def shared_bytes(product: Product, tile: Tile, caps: DeviceCaps) -> int:
@@ -206,7 +222,7 @@ def registers_fit(product: Product, tile: Tile) -> bool:
     name = product.kernel_format
     sums, members = units_of(product, tile) * 4, tile.warps_k * pair_of(product, tile)
     whole = tile.mtiles * ceil(product.block_columns / 2) * 2  # sums of an integer product while it runs
-    needed = _REGISTERS[name] + (5 * whole if name in GROUPED else 2.5 * sums) + (0 if tile.resident else 14)
+    needed = max(_REGISTERS[format] for format in product.kernel_formats) + (5 * whole if name in GROUPED else 2.5 * sums) + (0 if tile.resident else 14)
     if tile.warpgroup:
         needed += 10
     if members == 1:
@@ -236,6 +252,17 @@ def problem(product: Product) -> str | None:
         return f"{product.columns} columns to send as they are finished; at most {PUSH_COLUMNS} are"
     if product.epilogue == "swiglu" and product.n % 2:
         return f"{product.n} rows of gate and up; an even number is needed"
+    return None if product.second is None else _problem_of_two(product)
+
+
+def _problem_of_two(product: Product) -> str | None:
+    """Why one kernel cannot compute both products."""
+    if product.segments > 1 or product.epilogue != "store":
+        return "two products of the same activations are stored as they are, from K in one segment"
+    if not all(name in GROUPED and name != "w8g32" for name in product.kernel_formats):
+        return f"two products in {' and '.join(product.kernel_formats)}; formats of 4 to 6 bits have the same activations"
+    if not product.in_units:
+        return f"two products of [{product.n} and {product.parts[1].n}, {product.k}]: both weights must lie in units"
     return None
 
 
@@ -249,6 +276,8 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
     if tile.stages < (2 if tile.resident else 3) or (product.norm and not tile.resident):
         return False
     if product.keep and product.bucket > product.block_columns:
+        return False
+    if product.second is not None and (not tile.resident or tile.claimed or product.bucket > product.block_columns):
         return False
     if tile.split and (product.segments == 1 or product.epilogue == "swiglu" or product.norm):
         return False
@@ -382,7 +411,7 @@ def choose(product: Product, caps: DeviceCaps) -> Tile:
 def weight_bytes(product: Product) -> int:
     """Bytes of codes, high bits and scales, padding of K left out."""
     bits = {"bf16": 16.0, "q4g64": 4.25, "q5g64": 5.25, "q6g64": 6.25, "w8g32": 8.5, "nvfp4": 4.5, "fp8_row": 8.0}
-    return int(product.n * product.k * bits[product.kernel_format] / 8)
+    return sum(int(part.n * part.k * bits[part.kernel_format] / 8) for part in product.parts)
 
 
 def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) -> KernelSpec:
@@ -401,6 +430,8 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
     if product.segments > 1:
         suffix = f"_s{product.segments}{suffix}"
     args = ["x", "x_stride", "w_codes", "w_high", "w_scales", "w_divisor"]
+    if product.second is not None:
+        args += ["w2_codes", "w2_high", "w2_scales"]
     scalars: dict[str, int | float] = {"columns": product.columns}
     if norm:
         args += ["norm_w", "normed"] if product.keep else ["norm_w"]
@@ -416,15 +447,17 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
         args += scratch
     if product.epilogue == "push_f32":
         args += ["outbox", "sequence", "step", "ordinal", "transport", "slot_words"]
-    args += ["y", "y_stride", "columns"]
+    args += ["y", "y_stride", *(("y2", "y2_stride") if product.second is not None else ()), "columns"]
     if norm:
         args.append("eps")
         scalars["eps"] = eps
     return KernelSpec(
-        entry=f"linear_{product.kernel_format}_n{product.n}_k{product.k}_c{product.bucket}{suffix}{'_norm' if norm else ''}"
+        entry=f"linear_{'_'.join(f'{part.kernel_format}_n{part.n}' for part in product.parts)}_k{product.k}_c{product.bucket}{suffix}{'_norm' if norm else ''}"
         f"{'_keep' if product.keep else ''}_{caps.arch.replace('_', '')}",
         template="linear_columns.cu.j2",
-        params={"format": product.kernel_format, "n": product.n, "k": product.k, "bucket": product.block_columns,
+        params={"format": product.kernel_format, "n": product.n, "second_format": product.kernel_formats[-1],
+                "second_n": product.second[1] if product.second else 0, "stage_pitch": stage_bytes(product, tile),
+                "k": product.k, "bucket": product.block_columns,
                 "column_blocks": product.bucket // product.block_columns, "segments": product.segments,
                 "slices": product.slices, "in_units": product.in_units, "norm": norm, "keep": product.keep,
                 "epilogue": product.epilogue, **{k: v for k, v in asdict(tile).items() if k != "blocks_per_sm"},
@@ -453,25 +486,27 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
 _EPILOGUES = {"linear": "store", "linear_swiglu": "swiglu", "linear_residual": "residual"}
 
 
-def product_of(op: Op, types: Mapping[str, TensorType], format: str, norm: bool = False, keep: bool = False) -> Product:
+def product_of(op: Op, types: Mapping[str, TensorType], format: str, norm: bool = False, keep: bool = False,
+               second: tuple[str, int] | None = None) -> Product:  # fmt: skip
     """The product of a ``linear``, ``linear_swiglu`` or ``linear_residual`` op whose weight has the artifact's ``format``."""
     n, k = types["w"].shape
     segments = op.int_attr("segments") if "segments" in op.attrs else 1
     epilogue = "push_f32" if "sequence" in op.inputs else "store_f32" if op.attrs.get("f32") else _EPILOGUES[op.kind]
-    return Product(format, n, k, types["x"].shape[0], segments, epilogue, norm, keep)
+    return Product(format, n, k, types["x"].shape[0], segments, epilogue, norm, keep, second)
 
 
 def linear_spec(op: Op, types: Mapping[str, TensorType], format: str, x_row: int, caps: DeviceCaps,
-                norm: Op | None = None, keep: bool = False) -> KernelSpec:  # fmt: skip
+                norm: Op | None = None, keep: bool = False, second: tuple[str, int] | None = None) -> KernelSpec:  # fmt: skip
     """Kernel of a product op; ``x_row`` is the width of the value that x views (its row stride in elements).
 
     ``norm``: an rmsnorm op to compute in the prologue; the fused call then has its input as ``x`` and its weight as
-    ``norm_w``, and with ``keep`` its output as ``normed``. Raises IRError when no kernel serves the op.
+    ``norm_w``, and with ``keep`` its output as ``normed``. ``second``: format and rows of another weight that x is multiplied
+    by, ``w2``, with a result ``y2``. Raises IRError when no kernel serves the op.
     """
     x = (norm or op).inputs["x"]
     require(x.offset % 8 == 0 and x_row % 8 == 0, op,
             f"x is columns {x.offset} … of rows of {x_row}; both must be multiples of 8 (16-byte loads)")  # fmt: skip
-    product = product_of(op, types, format, norm is not None, keep)
+    product = product_of(op, types, format, norm is not None, keep, second)
     if reason := problem(product):
         raise IRError(f"op {op.kind} (layer {op.layer}): {reason}")
     spec = spec_of(product, choose(product, caps), caps, norm.float_attr("eps") if norm else 0.0)

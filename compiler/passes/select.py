@@ -14,6 +14,7 @@ from compiler.ops.exchange_residual import peers_of
 from compiler.passes.early import check_early, settled
 from compiler.passes.gdn_layer import gdn_layer_at
 from compiler.passes.halves import rows_of
+from compiler.passes.input_pair import input_pair_at
 from compiler.passes.norm_prologue import norm_prologue_at
 from compiler.passes.schedule import Group
 
@@ -134,6 +135,10 @@ def select(graph: OpGraph, caps: DeviceCaps) -> list[Group]:
         if op.kind == "rmsnorm" and (product := norm_prologue_at(graph, node, caps)) is not None:
             groups.append(product)
             fused.update(product.nodes)
+            continue
+        if op.kind == "linear" and (pair := input_pair_at(graph, node, caps)) is not None:
+            groups.append(pair)
+            fused.update(pair.nodes)
             continue
         if op.kind == "gdn_gates" and (layer := gdn_layer_at(graph, node, caps, groups)) is not None:
             groups.append(layer)

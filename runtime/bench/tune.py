@@ -91,14 +91,16 @@ class Tuner:
         found: dict[str, Choice] = {}
         caps = self._program.caps
         for call in phase.calls:
-            spec, op = self._program.kernels[call.entry].spec, call.ops[-1]
+            spec = self._program.kernels[call.entry].spec
             if spec.template != "linear_columns.cu.j2":
                 continue
+            op, *others = (op for op in call.ops if "w" in op.inputs and op.kind != "rmsnorm")
             values = {name: self._program.value(phase, ref.value) for name, ref in op.refs()}
             types = {name: ref_type(ref, values[name]) for name, ref in op.refs()}
-            source = values["w"].source
-            assert source is not None
-            product = product_of(op, types, source.format, bool(spec.params["norm"]), bool(spec.params["keep"]))
+            weights = [values["w"], *(self._program.value(phase, other.inputs["w"].value) for other in others)]
+            formats = [weight.source.format for weight in weights if weight.source is not None]
+            second = (formats[1], weights[1].type.shape[0]) if others else None
+            product = product_of(op, types, formats[0], bool(spec.params["norm"]), bool(spec.params["keep"]), second)
             choice = Choice(product, [], choose(product, caps), caps)
             found.setdefault(choice.key, choice).calls.append(call.index)
         return list(found.values())

@@ -96,6 +96,15 @@ def launch_spec(backend: Any, spec: KernelSpec, product: Product, weights: Weigh
     return y[:, : product.outputs]
 
 
+def normalised(backend: Any, x: Array, norm_w: Array) -> Array:
+    """x by the rmsnorm kernel."""
+    types = {name: TensorType(x.shape, "bf16") for name in ("x", "y")}
+    op = Op("rmsnorm", {"x": Ref("x"), "w": Ref("w")}, {"y": Ref("y")}, attrs={"eps": EPS})
+    spec, y, width = rmsnorm_spec(op, types, backend.caps()), poisoned(x.shape), x.shape[1]
+    backend.launch(spec, render(spec.template, spec.entry, spec.params), [x, width, norm_w, y, width, EPS])
+    return y
+
+
 def reference(product: Product, weights: Weights, x: Array, residual: Array | None = None) -> Array:
     y = from_bf16(x).astype(np.float64) @ weights.values.T
     if product.epilogue == "swiglu":
@@ -354,11 +363,7 @@ def test_norm_prologue(kernel_backend: Any, columns: int) -> None:
     kept = poisoned((columns, 640))
     fused = launch(kernel_backend, replace(product, keep=True), weights, x, norm_w=norm_w, normed=kept)
     assert np.array_equal(fused, launch(kernel_backend, product, weights, x, norm_w=norm_w))
-    types = {name: TensorType((columns, 640), "bf16") for name in ("x", "y")}
-    op = Op("rmsnorm", {"x": Ref("x"), "w": Ref("w")}, {"y": Ref("y")}, attrs={"eps": EPS})
-    norm = rmsnorm_spec(op, types, kernel_backend.caps())
-    normed = poisoned((columns, 640))
-    kernel_backend.launch(norm, render(norm.template, norm.entry, norm.params), [x, 640, norm_w, normed, 640, EPS])
+    normed = normalised(kernel_backend, x, norm_w)
     plain = replace(product, norm=False)
     assert np.array_equal(kept, normed)
     assert np.array_equal(fused, launch(kernel_backend, plain, weights, normed))

@@ -53,7 +53,7 @@ struct Dealing {
     const u32 blocks = gridDim.x / sharers;
     tile_step = blocks * G::teams;
     first_tile = team * blocks + blockIdx.x / sharers;
-    end_tile = G::resident ? G::tiles : ceil_div(G::tiles, tile_step) * tile_step;
+    end_tile = G::resident ? G::all_tiles : ceil_div(G::tiles, tile_step) * tile_step;
     segment = G::split ? blockIdx.x / G::column_blocks % G::segments : 0;
     first_chunk = segment * G::chunks;
   }
@@ -79,18 +79,18 @@ struct Team {
   NINFERC_DEVICE u32 turn() const { return member >= finisher ? member - finisher : member + G::team_warps - finisher; }
 
   // This warp's slice is done.  `exists`: the tile is one.
-  template <class Total>
-  NINFERC_DEVICE void add(Total& total, const LinearEpilogue<G>& epilogue, const ChunkProduct<G>& product, u32 slice,
+  template <class P, class Total>
+  NINFERC_DEVICE void add(Total& total, const LinearEpilogue<P>& epilogue, const ChunkProduct<P>& product, u32 slice,
                           u32 first_slice, bool exists) {
     if constexpr (G::reduce) {
       // With two buffers one barrier per round is enough: these sums are overwritten in the round after the next, and the
       // warps that read them here reach the barrier of the next round only afterwards.
       const u32 at = sums + (number * G::sums_buffers + buffer) * G::sums_bytes;
-      SharedTotal<G>::put(at, member, product);
+      SharedTotal<P>::put(at, member, product);
       named_barrier_sync(1 + number, 32 * G::team_warps);
       if (G::resident || exists) {
         if constexpr (G::slices_per_warp > 1) total.add(epilogue, at, first_slice, turn());
-        else SharedTotal<G>::finish(epilogue, at, turn());
+        else SharedTotal<P>::finish(epilogue, at, turn());
       }
       if constexpr (G::sums_buffers == 2) buffer ^= 1;
       else named_barrier_sync(1 + number, 32 * G::team_warps);
@@ -99,8 +99,8 @@ struct Team {
     }
   }
   // All slices of the tile are.
-  template <class Total>
-  NINFERC_DEVICE void finish(Total& total, const LinearEpilogue<G>& epilogue, bool exists) {
+  template <class P, class Total>
+  NINFERC_DEVICE void finish(Total& total, const LinearEpilogue<P>& epilogue, bool exists) {
     if constexpr (!G::reduce) {
       if (G::resident || exists) total.store(epilogue);
     } else if constexpr (G::slices_per_warp > 1) {
@@ -130,8 +130,19 @@ NINFERC_DEVICE void prefetch_scales(const LinearArguments& args, const Dealing<G
   }
 }
 
+template <class G>
+NINFERC_DEVICE auto copier_of(const LinearArguments& args, const LinearArguments& second, u32 side) {
+  if constexpr (G::paired) {
+    using H = LinearGeometry<SecondOf<typename G::Given>>;
+    return PairCopier<G, H>{{args.codes, args.high, args.scales, side}, {second.codes, second.high, second.scales, side}};
+  } else {
+    return typename CopierOf<G::in_units, G>::Type(args.codes, args.high, args.scales, side);
+  }
+}
+
+// `second`: of two products, that of the second.
 template <class Config>
-NINFERC_DEVICE void linear_columns(LinearArguments args) {
+NINFERC_DEVICE void linear_columns(LinearArguments args, const LinearArguments& second = {}) {
   using G = LinearGeometry<Config>;
   constexpr u32 stages = G::stages;
   NINFERC_DYNAMIC_SMEM(smem);
@@ -144,19 +155,19 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   const u32 first_tile = dealt.first_tile, tile_step = dealt.tile_step, first_chunk = dealt.first_chunk;
   const Activations in = dealt.columns(args);
   const ActivationCopier<G> x_copier{in, warp_r * 32 + lane_id()};
-  WeightRing<G> ring(base, warp, args.codes, args.high, args.scales, side);
+  WeightRing<G, decltype(copier_of<G>(args, second, side))> ring(base, warp, copier_of<G>(args, second, side));
   ChunkWalk<G> next(first_chunk, warp_k, first_tile, tile_step);
-  if (next.tile < G::tiles) ring.copier.seek(next.tile, next.number);
+  if (next.tile < G::all_tiles) ring.copier.seek(next.tile, next.number);
   const auto advance = [&]() {
     ring.copier.step();
-    if (next.advance() && next.tile < G::tiles) ring.copier.seek(next.tile, next.number);
+    if (next.advance() && next.tile < G::all_tiles) ring.copier.seek(next.tile, next.number);
   };
 
   // Weights do not depend on earlier kernels: fill the ring before all else.
   const auto prime = [&](u32 first, u32 end) {
 #pragma unroll 1
     for (u32 stage = first; stage < end; ++stage) {
-      ring.prime(stage, next.tile < G::tiles);
+      ring.prime(stage, next.tile < G::all_tiles);
       if constexpr (G::resident && !G::bulk) cp_async_commit();
       advance();
     }
@@ -201,17 +212,14 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
   const u32 x_end = x_stage(stages);
   u32 x_at = x_stage(0), x_fill_at = x_stage(stages - 1);
   [[maybe_unused]] ClaimsOf<G> claims(args.claims, base, team, member);
-#pragma unroll 1
-  for (u32 tile = first_tile; tile < dealt.end_tile; tile = G::claimed ? next.tile : tile + tile_step) {
-    if constexpr (G::release == Release::late) {
-      if (tile + tile_step >= dealt.end_tile) grid_launch_dependents();
-    }
-    if constexpr (G::claimed) claims.ask();
-    const LinearEpilogue<G> epilogue(args, tile, dealt.segment, {base, team, dealt.segment}, sums.turn());
-    typename TotalOf<G>::Type total;
+  // Tile `tile` of a product, whose geometry the type of `shape` names.
+  const auto multiply_tile = [&](auto shape, const LinearArguments& of, u32 tile) {
+    using P = decltype(shape);
+    const LinearEpilogue<P> epilogue(of, tile, dealt.segment, {base, team, dealt.segment}, sums.turn());
+    typename TotalOf<P>::Type total;
 #pragma unroll 1
     for (u32 slice = warp_k; slice < G::all_slices; slice += G::warps_k) {
-      ChunkProduct<G> product;
+      ChunkProduct<P> product;
       product.clear();
       const ChunkWalk<G> here(0, slice, 0, 0);
       u32 x_chunk = base + (has_column ? G::x_base + here.number * G::x_chunk_bytes + x_lane : G::zero_base + lane_id() % 4 * 16);
@@ -219,7 +227,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
 #pragma unroll 1
         for (u32 left = here.left; left != 0;) {
           const u32 run = left < next.left ? left : next.left;  // to the end of the slice multiplied or of the slice copied
-          const bool copies = next.tile < G::tiles;
+          const bool copies = next.tile < G::all_tiles;
 #pragma unroll 1
           for (u32 i = run; i != 0; --i) {
             if constexpr (G::bulk) {
@@ -245,7 +253,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
             if constexpr (G::claimed) {
               if (next.tile == ChunkWalk<G>::unclaimed) next.tile = claims.take();
             }
-            if (next.tile < G::tiles) ring.copier.seek(next.tile, next.number);
+            if (next.tile < G::all_tiles) ring.copier.seek(next.tile, next.number);
           }
         }
       } else {
@@ -255,7 +263,7 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
           // before, which is refilled.
           if constexpr (G::warps_r == 1) sync_warp();
           else named_barrier_sync(1 + G::teams + warp_k, 32 * G::warps_r);
-          ring.refill(next.tile < G::tiles);
+          ring.refill(next.tile < G::all_tiles);
           const u32 x_after = x_at + x_step == x_end ? x_stage(0) : x_at + x_step;
           x_copier.copy(x_fill_at, next.number);
           cp_async_commit();
@@ -270,9 +278,23 @@ NINFERC_DEVICE void linear_columns(LinearArguments args) {
         }
       }
       product.settle();
-      sums.add(total, epilogue, product, slice, slice - warp_k, tile < G::tiles);
+      sums.add(total, epilogue, product, slice, slice - warp_k, tile < P::tiles);
     }
-    sums.finish(total, epilogue, tile < G::tiles);
+    sums.finish(total, epilogue, tile < P::tiles);
+  };
+#pragma unroll 1
+  for (u32 tile = first_tile; tile < dealt.end_tile; tile = G::claimed ? next.tile : tile + tile_step) {
+    if constexpr (G::release == Release::late) {
+      if (tile + tile_step >= dealt.end_tile) grid_launch_dependents();
+    }
+    if constexpr (G::claimed) claims.ask();
+    if constexpr (G::paired) {
+      if (tile >= G::tiles) {
+        multiply_tile(LinearGeometry<SecondOf<Config>>{}, second, tile - G::tiles);
+        continue;
+      }
+    }
+    multiply_tile(G{}, args, tile);
   }
   if constexpr (G::claimed) claims.close();
   cp_async_wait<0>();

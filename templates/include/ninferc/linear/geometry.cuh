@@ -15,6 +15,9 @@
 // where the last to arrive adds them up: smaller pieces to deal to the multiprocessors, and half the activations in each.
 // With `claimed` teams take further tiles while they run (claims.cuh) instead of walking with the stride of the grid.
 // With `clustered` these blocks are a cluster, work on one tile per team, and meet in shared memory (meeting.cuh).
+//
+// Two products of the same x in one kernel (`second_n` > 0): the tiles of the second are counted behind those of the first, and a
+// warp's ring goes from one to the other without a stop.  SecondOf is the second's geometry: the same but for format and rows.
 #pragma once
 #include <ninferc/base/types.cuh>
 #include <ninferc/codec/units.cuh>
@@ -26,10 +29,11 @@ enum class Epilogue : u32 { store, store_f32, push_f32, swiglu, residual };
 // When dependent kernels may start: at once (short kernels), with the block's last tile, or at the end of the kernel.
 enum class Release : u32 { early, late, end };
 
-// Config: format, n, k, bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, primed (0: all but one), resident, split, clustered, mixed, stream (weights leave L2 first), claimed, warpgroup
+// Config: format, n, k, second_format, second_n, x_format (whose order of activations is staged), stage_pitch (bytes from a stage to the next, of both products), bucket (columns of a block), column_blocks, segments, slices, epilogue, mtiles, warps_r, warps_k, stages, primed (0: all but one), resident, split, clustered, mixed, stream (weights leave L2 first), claimed, warpgroup
 // (warpgroup.cuh instead of columns.cuh), in_units (weights lie in units, see codec/units.cuh), norm, keep (the normalised activations are stored as well), release.
 template <class Config>
 struct LinearGeometry : Config {
+  using Given = Config;
   using Traits = FormatTraits<Config::format>;
   static constexpr Format format = Config::format;
   static constexpr u32 n = Config::n, k = Config::k, segments = Config::segments, slices = Config::slices;
@@ -43,6 +47,8 @@ struct LinearGeometry : Config {
   static constexpr u32 subtile_rows = mixed ? 8 : 16;                   // outputs
   static constexpr u32 subtiles = swiglu && pair == 1 && !mixed ? mtiles / 2 : mtiles;
   static constexpr u32 tiles = ceil_div(outputs, subtile_rows * subtiles);
+  static constexpr bool paired = Config::second_n != 0;
+  static constexpr u32 all_tiles = tiles + ceil_div(Config::second_n, subtile_rows * subtiles);
   static constexpr bool whole_rows = outputs % (subtile_rows * subtiles) == 0;
   static constexpr u32 ntiles = ceil_div(Config::bucket, 8u);
   static constexpr u32 threads = 32 * warps_r * warps_k;
@@ -66,7 +72,7 @@ struct LinearGeometry : Config {
   static constexpr u32 scale_row = Units<format>::scale_row, scale_bytes = Units<format>::scale_bytes;
   static constexpr u32 high_offset = mtiles * slabs * 1024;
   static constexpr u32 scale_offset = high_offset + mtiles * Units<format>::high_bytes;
-  static constexpr u32 stage_bytes = scale_offset + mtiles * scale_bytes;
+  static constexpr u32 copied_bytes = scale_offset + mtiles * scale_bytes, stage_bytes = Config::stage_pitch;
 
   // Activations of a column and chunk: 256 bytes, of integer products 400 (integers.cuh).  Columns lie 64 bytes past a multiple
   // of 128 apart, where lanes read those of several at once: no bank conflicts.
@@ -112,6 +118,11 @@ struct LinearGeometry : Config {
   static constexpr u32 primed = Config::resident && bulk && Config::primed != 0 ? Config::primed : Config::stages - 1;
   static constexpr u32 smem_bytes = barriers_base + warps_r * warps_k * warp_barriers;
 
+  static_assert(copied_bytes <= stage_bytes, "a stage has room for the weights of a chunk");
+  static_assert(!paired || (Config::resident && in_units && !Config::split && Config::column_blocks == 1 && !claimed && Config::epilogue == Epilogue::store),
+                "two products share resident activations, and differ in their weights alone");
+  static_assert(Traits::grouped_int == FormatTraits<Config::x_format>::grouped_int && Traits::nibbles == FormatTraits<Config::x_format>::nibbles &&
+                    (format == Config::x_format || Traits::grouped_int), "activations of the second product are in the order of the first");
   static_assert(all_slices % warps_k == 0, "every warp takes the same number of slices");
   static_assert(k % (8 * segments) == 0, "activations are read eight at a time");
   static_assert(segments == 1 || whole_x || !Traits::grouped_int, "segments of grouped integers are whole chunks");
@@ -160,6 +171,13 @@ struct LinearGeometry : Config {
     else if constexpr (format == Format::w8g32 || format == Format::bf16) return q;
     else return (q / 8 * 2 + q % 2) * 4 + q % 8 / 2;
   }
+};
+
+// Config of the second product: the first stages the activations, keeps what is normalised, and comes first.
+template <class Config>
+struct SecondOf : Config {
+  static constexpr Format format = Config::second_format;
+  static constexpr u32 n = Config::second_n, second_n = 0;
 };
 
 }  // namespace ninferc

@@ -110,6 +110,8 @@ struct IntegerSums<G, true> {
   NINFERC_DEVICE void add(const Rows (&rows)[G::mtiles], u32 x) {
     const u32 units = x - lane_offset() + lane_id() % 4 / 2 % G::bucket * G::x_pitch + integers::unit_offset;
     const i32 high = lane_id() % 2 ? 0 : 256;  // of p1 over p0
+    // Units are made for codes moved up as those of the format whose activations are staged.
+    constexpr f32 moved = f32(1u << integer_shift<G::x_format>) / f32(1u << integer_shift<G::format>);
 #pragma unroll
     for (u32 group = 0; group < 2; ++group) {
       u32 a[G::mtiles][2][4];
@@ -120,7 +122,8 @@ struct IntegerSums<G, true> {
 #pragma unroll
       for (u32 j = 0; j < tiles; ++j) {
         const u32x4 digits = ld_shared<u32x4>(x + j * 2 * G::x_pitch + group * integers::group_bytes);
-        const f32 unit = ld_shared<f32>(units + j * 2 * G::x_pitch + group * 4);
+        f32 unit = ld_shared<f32>(units + j * 2 * G::x_pitch + group * 4);
+        if constexpr (moved != 1) unit *= moved;
         const u32 b[2][2] = {{digits.x, digits.y}, {digits.z, digits.w}};
 #pragma unroll
         for (u32 first = 0; first < 2; first += group_steps) {

@@ -39,7 +39,7 @@ struct UnitCopier {
   NINFERC_DEVICE void copy(u32 stage, [[maybe_unused]] u32 landed) const {
 #if NINFERC_HAS_BULK_COPY
     if (!elect_one()) return;  // the compiler knows that one lane is left, and needs no loop around a copy
-    mbarrier_arrive_expect(landed, G::stage_bytes);
+    mbarrier_arrive_expect(landed, G::copied_bytes);
 #endif
 #pragma unroll
     for (u32 m = 0; m < G::mtiles; ++m) {
@@ -89,17 +89,39 @@ struct CopierOf { using Type = WeightCopier<G>; };
 template <class G>
 struct CopierOf<true, G> { using Type = UnitCopier<G>; };
 
-template <class G>
+// Of two products: the tiles of the second (geometry H) are counted behind those of the first.
+template <class G, class H>
+struct PairCopier {
+  UnitCopier<G> first;
+  UnitCopier<H> other;
+  bool others = false;
+
+  NINFERC_DEVICE void seek(u32 tile, u32 number) {
+    others = tile >= G::tiles;
+    if (others) other.seek(tile - G::tiles, number);
+    else first.seek(tile, number);
+  }
+  NINFERC_DEVICE void step() {
+    first.step();
+    other.step();
+  }
+  NINFERC_DEVICE void copy(u32 stage, u32 landed) const {
+    if (others) other.copy(stage, landed);
+    else first.copy(stage, landed);
+  }
+};
+
+template <class G, class Copier = typename CopierOf<G::in_units, G>::Type>
 struct WeightRing {
-  typename CopierOf<G::in_units, G>::Type copier;
+  Copier copier;
   u32 first, barriers;                  // stage 0 and its mbarrier
   u32 at, fill;                         // the stage being multiplied, and the one before, which is refilled
   u32 landed, fill_landed, parity = 0;  // their mbarriers, and the phase of the former
   static constexpr u32 stages = G::stages;
 
   // `base`: the block's shared memory; `warp`: of the block.  By a whole warp.
-  NINFERC_DEVICE WeightRing(u32 base, u32 warp, const u8* codes, const u8* high, const u8* scales, u32 side)
-      : copier(codes, high, scales, side), first(base + G::ring_base + warp * G::ring_bytes),
+  NINFERC_DEVICE WeightRing(u32 base, u32 warp, const Copier& copier_)
+      : copier(copier_), first(base + G::ring_base + warp * G::ring_bytes),
         barriers(base + G::barriers_base + warp * G::warp_barriers), at(first), fill(first + (stages - 1) * G::stage_bytes),
         landed(barriers), fill_landed(barriers + (stages - 1) * 8) {
 #if NINFERC_HAS_BULK_COPY

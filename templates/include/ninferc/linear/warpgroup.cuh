@@ -66,7 +66,7 @@ NINFERC_DEVICE void linear_warpgroup(LinearArguments args) {
   Meeting<G>::open(base);
   const Dealing<G> dealt(team);
   const Activations in = dealt.columns(args);
-  WeightRing<G> ring(base, warp, args.codes, args.high, args.scales, side);
+  WeightRing<G> ring(base, warp, {args.codes, args.high, args.scales, side});
   ChunkWalk<G> next(dealt.first_chunk, warp_k, dealt.first_tile, dealt.tile_step);
   if (next.tile < G::tiles) ring.copier.seek(next.tile, next.number);
   // Weights do not depend on earlier kernels: fill the ring before waiting for these.
