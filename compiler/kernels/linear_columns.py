@@ -184,8 +184,8 @@ def tiles_of(product: Product, tile: Tile) -> int:
 
 def stage_bytes(product: Product, tile: Tile) -> int:
     """Bytes from one stage of a warp to the next: the weights of a chunk, of two products the larger."""
-    chunks = [FORMATS[part.format] for part in product.parts]
-    return tile.mtiles * max(16 * code_bytes + 16 * high_bytes + scale_bytes for _, code_bytes, high_bytes, scale_bytes in chunks)
+    planes = [FORMATS[part.format][1:] for part in product.parts]
+    return tile.mtiles * max(16 * (code_bytes + high_bytes) + scale_bytes for code_bytes, high_bytes, scale_bytes in planes)
 
 
 def shared_bytes(product: Product, tile: Tile, caps: DeviceCaps) -> int:
@@ -222,7 +222,8 @@ def registers_fit(product: Product, tile: Tile) -> bool:
     name = product.kernel_format
     sums, members = units_of(product, tile) * 4, tile.warps_k * pair_of(product, tile)
     whole = tile.mtiles * ceil(product.block_columns / 2) * 2  # sums of an integer product while it runs
-    needed = max(_REGISTERS[format] for format in product.kernel_formats) + (5 * whole if name in GROUPED else 2.5 * sums) + (0 if tile.resident else 14)
+    fixed = max(_REGISTERS[format] for format in product.kernel_formats) + (0 if tile.resident else 14)
+    needed = fixed + (5 * whole if name in GROUPED else 2.5 * sums)
     if tile.warpgroup:
         needed += 10
     if members == 1:
@@ -451,8 +452,9 @@ def spec_of(product: Product, tile: Tile, caps: DeviceCaps, eps: float = 0.0) ->
     if norm:
         args.append("eps")
         scalars["eps"] = eps
+    weights = "_".join(f"{part.kernel_format}_n{part.n}" for part in product.parts)
     return KernelSpec(
-        entry=f"linear_{'_'.join(f'{part.kernel_format}_n{part.n}' for part in product.parts)}_k{product.k}_c{product.bucket}{suffix}{'_norm' if norm else ''}"
+        entry=f"linear_{weights}_k{product.k}_c{product.bucket}{suffix}{'_norm' if norm else ''}"
         f"{'_keep' if product.keep else ''}_{caps.arch.replace('_', '')}",
         template="linear_columns.cu.j2",
         params={"format": product.kernel_format, "n": product.n, "second_format": product.kernel_formats[-1],

@@ -1,4 +1,5 @@
-"""An rmsnorm in the prologue of the product, or of two (input_pair.py), behind it: one node less where every block can afford to read the whole rows."""
+"""An rmsnorm in the prologue of the product behind it, or of two (input_pair.py): one node less where every block can afford
+to read the whole rows."""
 
 from __future__ import annotations
 

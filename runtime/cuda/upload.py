@@ -1,16 +1,16 @@
 """Weights to the devices: several threads read the file into page-locked buffers, the devices fetch from there.
 
 One thread reads from the page cache at a fraction of what a PCIe link takes, and the driver's own path for pageable memory is
-one thread. Each thread here has buffers and a stream per device: it fills one buffer while the device reads another. It starts
+one thread. Each thread here has buffers with a stream per device: it fills one buffer while the device reads another. It starts
 with one buffer and takes another when no other thread is page-locking memory.
 
 Measured on an H200 whose link carries 55 GB/s, page-locking included (``benchmarks/h200-upload.json``): 16 threads with two
 buffers of 4 MiB brought 37 and 43 GB/s when the buffers were pages registered with the driver, 25 when it had allocated them;
 12 threads 48, 4 threads 21. Pieces of 2 MiB brought 14.
 
-What is called for every piece is called through ctypes, and an event is queried before it is waited for: ``ninferc bench
---load`` brought 38 GB/s so, 30 on another machine where weights were arranged behind the copies, and 23 on a third with the
-functions of cuda.bindings.
+What is called for every piece is called through ctypes (through cuda.bindings it brought 23 in place of 38 GB/s), and each call
+costs the 16 threads that wait for the driver's lock: where pieces of 4 MiB with an event behind each copy brought 24 GB/s,
+streams without events brought 26, and pieces of 8 MiB 35 to 38 (``benchmarks/h200-load.json``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from runtime.cuda.driver import DeviceError, api, call
 from runtime.vm.weights import WeightReader, WeightStore
 
 _log = logging.getLogger("ninferc")
-PIECE = 4 << 20  # bytes of one copy, which are a buffer's
+PIECE = 8 << 20  # bytes of one copy, which are a buffer's
 RUN = 16 << 20  # consecutive bytes that one thread takes on at a time
 REPORT = 64 << 20  # bytes after which a thread says so: it wakes the one that waits
 MAX_THREADS = 16  # per device
@@ -42,9 +42,9 @@ CUDA_VERSION = 12000  # whose declarations of the functions in ``_Calls`` are me
 
 @dataclass(frozen=True)
 class UploadTimes:
-    """Where the time of an upload went, in seconds. ``prepare`` is that of the thread that took longest for its streams and
-    page-locked buffers; the others are means over the threads: filling buffers, giving copies to the driver, waiting for a
-    device, and giving streams and buffers back. What is missing to the whole is waiting for Python's lock, or for work."""
+    """Where the time of an upload went, in seconds. ``prepare`` is that of the thread that took longest for its page-locked
+    buffers and their streams; the others are means over the threads: filling buffers, giving copies to the driver, waiting for a
+    device, and giving buffers and streams back. What is missing to the whole is waiting for Python's lock, or for work."""
 
     threads: int = 0
     prepare: float = 0.0
@@ -90,19 +90,18 @@ class _Calls:
     def __init__(self) -> None:
         pointer = ctypes.c_void_p
         self._copy = _function("cuMemcpyHtoDAsync", ctypes.c_uint64, pointer, ctypes.c_size_t, pointer)
-        self._record = _function("cuEventRecord", pointer, pointer)
-        self._query = _function("cuEventQuery", pointer)
-        self._wait = _function("cuEventSynchronize", pointer)
+        self._query = _function("cuStreamQuery", pointer)
+        self._wait = _function("cuStreamSynchronize", pointer)
         self._busy = int(api().CUresult.CUDA_ERROR_NOT_READY)
 
-    def copy(self, target: int, source: int, nbytes: int, stream: int, event: int) -> None:
-        """Queue a copy to the device and an event behind it."""
-        _check(self._copy(target, source, nbytes, stream) or self._record(event, stream))
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Queue a copy to the device."""
+        _check(self._copy(target, source, nbytes, stream))
 
-    def wait(self, event: int) -> None:
-        """Until the copies before the event have arrived."""
-        status = self._query(event)
-        _check(self._wait(event) if status == self._busy else status)
+    def wait(self, stream: int) -> None:
+        """Until the stream's copies have arrived."""
+        status = self._query(stream)
+        _check(self._wait(stream) if status == self._busy else status)
 
 
 def _function(name: str, *arguments: Any) -> Any:
@@ -118,26 +117,27 @@ def _check(status: int) -> None:
 
 
 class _Stage:
-    """A page-locked buffer and, per device, an event that stands behind the last copy out of it."""
+    """A page-locked buffer and, per device, the stream of the copies out of it."""
 
     def __init__(self, devices: Sequence[Device], buffer: PinnedBuffer | RegisteredBuffer) -> None:
         driver = api()
-        self.pending: int | None = None  # the event of the device that may still be reading
+        self.pending: int | None = None  # the stream of the device that may still be reading
         self.filled = 0  # number of the piece that it holds, counted by its thread
-        self.events: list[int] = []
+        self.streams: list[int] = []
         self.buffer = buffer
         try:
             for device in devices:
                 device.activate()
-                flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value
-                self.events.append(int(call(driver.cuEventCreate(flags), "event")))
+                flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value
+                self.streams.append(int(call(driver.cuStreamCreate(flags), "stream")))
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        for event in self.events:
-            api().cuEventDestroy(event)
+        for stream in self.streams:
+            api().cuStreamSynchronize(stream)
+            api().cuStreamDestroy(stream)
         self.buffer.close()
 
 
@@ -171,7 +171,6 @@ class _Worker(threading.Thread):
     def __init__(self, shared: _Shared) -> None:
         super().__init__(daemon=True)
         self._shared = shared
-        self._streams: list[int] = []
         self._stages: deque[_Stage] = deque()  # the one that was filled longest ago is first
         self._pieces = 0
         self._sent: deque[tuple[int, _Task]] = deque()  # with the number of its last piece, not known to have arrived
@@ -186,20 +185,11 @@ class _Worker(threading.Thread):
         self._shared.report.put(None)
 
     def _work(self) -> None:
-        driver, began = api(), perf_counter()
         reader = self._shared.weights.reader()
         try:
-            for device in self._shared.devices:
-                device.activate()
-                flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value
-                self._streams.append(int(call(driver.cuStreamCreate(flags), "stream")))
-            self.prepare = perf_counter() - began
             self._copy(reader)
         finally:
             began = perf_counter()
-            for stream in self._streams:
-                driver.cuStreamSynchronize(stream)
-                driver.cuStreamDestroy(stream)
             for stage in self._stages:
                 stage.close()
             reader.close()
@@ -215,7 +205,6 @@ class _Worker(threading.Thread):
             if task.device != current:
                 shared.devices[task.device].activate()
                 current = task.device
-            stream = self._streams[current]
             for start in range(task.start, task.end, piece):
                 if shared.stop.is_set():
                     return
@@ -223,10 +212,10 @@ class _Worker(threading.Thread):
                 began = perf_counter()
                 reader.read_into(task.value, start, stage.buffer.array[:size])
                 filled = perf_counter()
-                event = stage.events[current]
-                shared.calls.copy(task.target + start, stage.buffer.address, size, stream, event)
+                stream = stage.streams[current]
+                shared.calls.copy(task.target + start, stage.buffer.address, size, stream)
                 self._pieces += 1
-                stage.pending, stage.filled = event, self._pieces
+                stage.pending, stage.filled = stream, self._pieces
                 self.read, self.send = self.read + filled - began, self.send + perf_counter() - filled
             self._sent.append((self._pieces, task))
             unsaid += task.nbytes

@@ -17,8 +17,7 @@ GIB = 1 << 30
 Result = driver.CUresult
 OK = Result.CUDA_SUCCESS
 ADDRESSED = {"cuMemcpyHtoDAsync": (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p),
-             "cuEventRecord": (ctypes.c_void_p, ctypes.c_void_p), "cuEventQuery": (ctypes.c_void_p,),
-             "cuEventSynchronize": (ctypes.c_void_p,)}  # fmt: skip
+             "cuStreamQuery": (ctypes.c_void_p,), "cuStreamSynchronize": (ctypes.c_void_p,)}  # fmt: skip
 
 
 @cache
@@ -69,6 +68,7 @@ class FakeDriver:
             "cuCtxGetStreamPriorityRange": lambda: (0, -5),
             "cuStreamCreate": lambda flags: (driver.CUstream(1),),
             "cuStreamDestroy": lambda stream: (),
+            "cuStreamQuery": lambda stream: (),
             "cuStreamSynchronize": lambda stream: (),
             "cuDeviceGetName": lambda size, handle: (b"Made-up GPU\0",),
             "cuDeviceGetPCIBusId": lambda size, handle: (b"0000ffff:00:00.0\0",),
@@ -77,11 +77,6 @@ class FakeDriver:
             "cuMemFree": lambda address: (),
             "cuMemsetD8Async": lambda *args: (),
             "cuMemcpyHtoDAsync": lambda *args: (),
-            "cuEventCreate": lambda flags: (driver.CUevent(1),),
-            "cuEventRecord": lambda event, stream: (),
-            "cuEventQuery": lambda event: (),
-            "cuEventSynchronize": lambda event: (),
-            "cuEventDestroy": lambda event: (),
             "cuGetProcAddress": lambda name, version, flags: (address_of(name.decode()), 0),
             "cuMemHostRegister": lambda address, nbytes, flags: (),
             "cuMemHostUnregister": lambda address: (),

@@ -75,8 +75,8 @@ def test_norm_in_front(kernel_backend: Any, keep: bool) -> None:
     weights, x, norm_w = random_two(rng, product), activations(rng, 3, 1280), activations(rng, 1, 1280)[0]
     h = normalised(kernel_backend, x, norm_w)
     kept = poisoned((3, 1280), "bf16") if keep else None
-    for part, of, y in zip(product.parts, weights,
-                           launch_two(kernel_backend, product, weights, x, norm_w=norm_w, normed=kept), strict=True):  # fmt: skip
+    results = launch_two(kernel_backend, product, weights, x, norm_w=norm_w, normed=kept)
+    for part, of, y in zip(product.parts, weights, results, strict=True):
         plain = replace(part, norm=False, keep=False)
         assert_close_to_fp64(y, reference(plain, of, h), "bf16")
         assert np.array_equal(y, launch(kernel_backend, plain, of, h))

@@ -1,5 +1,5 @@
-"""Devices that only have memory, and copies to it that happen as late as CUDA allows: when an event behind them, or their
-stream, is waited for. What a staging buffer holds by then is what arrives."""
+"""Devices that only have memory, and copies to it that happen as late as CUDA allows: when their stream is waited for. What a
+staging buffer holds by then is what arrives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Copies:
-    """Installs the copies. ``memory`` by device; ``open`` counts events, streams and buffers that were not given back;
+    """Installs the copies. ``memory`` by device; ``open`` counts streams and buffers that were not given back;
     copies after the first ``fail_after`` fail; ``most_buffers``: of those there were at a time."""
 
     def __init__(self, patch: pytest.MonkeyPatch, piece: int = 1000) -> None:
@@ -30,14 +30,12 @@ class Copies:
         self.open, self.fail_after, self.most_buffers, self._done = 0, 1 << 60, 0, 0
         self._lock = threading.Lock()
         self._current = threading.local()  # .device: whose context the thread has
-        self._homes: dict[int, int] = {}  # of streams and events
+        self._homes: dict[int, int] = {}  # of streams
         self._numbers = itertools.count(1)
         self._queues: dict[int, list[tuple[int, int, int]]] = {}
-        self._events: dict[int, tuple[int, int]] = {}
         self._buffers: dict[int, Array] = {}
-        for name in ("cuStreamCreate", "cuStreamDestroy", "cuStreamSynchronize", "cuEventCreate", "cuEventDestroy",
-                     "cuEventRecord", "cuEventQuery", "cuEventSynchronize", "cuMemcpyHtoDAsync", "cuMemHostRegister",
-                     "cuMemHostUnregister"):  # fmt: skip
+        for name in ("cuStreamCreate", "cuStreamDestroy", "cuStreamSynchronize", "cuStreamQuery", "cuMemcpyHtoDAsync",
+                     "cuMemHostRegister", "cuMemHostUnregister"):  # fmt: skip
             patch.setattr(driver, name, getattr(self, name))
         patch.setattr(uploading, "PinnedBuffer", self.pinned)
         patch.setattr(uploading, "PIECE", piece)
@@ -97,14 +95,6 @@ class Copies:
         assert not self._queues[stream], "a stream is destroyed with copies outstanding"
         return self._given_back()
 
-    def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
-        number = self._number()
-        self._homes[number] = self._current.device
-        return OK, number
-
-    def cuEventDestroy(self, event: int) -> tuple[Any]:
-        return self._given_back()
-
     def cuMemcpyHtoDAsync(self, target: int, source: int, nbytes: int, stream: int) -> tuple[Any]:
         with self._lock:
             self._done += 1
@@ -114,36 +104,21 @@ class Copies:
         self._queues[stream].append((target, source, nbytes))
         return (OK,)
 
-    def cuEventRecord(self, event: int, stream: int) -> tuple[Any]:
-        assert self._homes[event] == self._homes[stream], "an event of another device"
-        self._events[event] = (stream, len(self._queues[stream]))
-        return (OK,)
-
-    def cuEventQuery(self, event: int) -> tuple[Any]:
+    def cuStreamQuery(self, stream: int) -> tuple[Any]:
         """Nothing has happened as long as nobody waits."""
-        _, count = self._events[event]
-        return (driver.CUresult.CUDA_ERROR_NOT_READY if count else OK,)
-
-    def cuEventSynchronize(self, event: int) -> tuple[Any]:
-        stream, count = self._events[event]
-        self._run(stream, count)
-        return (OK,)
+        return (driver.CUresult.CUDA_ERROR_NOT_READY if self._queues[stream] else OK,)
 
     def cuStreamSynchronize(self, stream: Any) -> tuple[Any]:
         if isinstance(stream, int):
-            self._run(stream, len(self._queues[stream]))
+            self._run(stream)
         return (OK,)
 
-    def _run(self, stream: int, count: int) -> None:
-        """Carry out the first ``count`` copies that are queued; positions of events move up."""
-        queue = self._queues[stream]
-        for target, source, nbytes in queue[:count]:
+    def _run(self, stream: int) -> None:
+        """Carry out the copies that are queued."""
+        for target, source, nbytes in self._queues[stream]:
             device, at = (target >> 40) - 1, target & ((1 << 40) - 1)
             begin = max(address for address in list(self._buffers) if address <= source)
             held = self._buffers[begin][source - begin : source - begin + nbytes]
             assert held.size == nbytes, "a copy leaves its buffer"
             self.memory[device][at : at + nbytes] = held
-        del queue[:count]
-        for event, (where, position) in list(self._events.items()):
-            if where == stream:
-                self._events[event] = (where, max(position - count, 0))
+        self._queues[stream].clear()
