@@ -22,6 +22,7 @@ from compiler.profiles import tile_fields
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 64)
 BLOCK_COLUMNS = 32  # columns of a block: accumulators of more do not fit the registers
+INTEGER_COLUMNS = 8  # the same of integer products, which are slower in wider blocks
 # bytes of 128 columns in the plane of high bits, and of the scales of 16 rows of them
 _HIGH = {"Q5G64_F16S": 16, "Q6G64_F16S": 32}
 _SCALES = {"Q4G64_F16S": 64, "Q5G64_F16S": 64, "Q6G64_F16S": 64, "W8G32_F16S": 128, "NVFP4": 128}
@@ -84,9 +85,9 @@ class Product:
 
     @property
     def block_columns(self) -> int:
-        """Columns that one block computes: as many as its accumulators find registers for."""
-        limit = BLOCK_COLUMNS // 2 if self.kernel_format in GROUPED and self.bucket >= BLOCK_COLUMNS else BLOCK_COLUMNS
-        return min(self.bucket, limit)
+        """Columns that one block computes: as many as its accumulators find registers for. An integer product
+        has as many instructions per column in wide blocks as in those of eight, whose activations find room beside the ring."""
+        return min(self.bucket, INTEGER_COLUMNS if self.kernel_format in GROUPED else BLOCK_COLUMNS)
 
     @property
     def few(self) -> bool:
@@ -336,7 +337,7 @@ def _tiles(product: Product, caps: DeviceCaps) -> Iterator[Tile]:
             if warps_r * warps_k > (32 if few else 24) or (few and warps_r > (8 if warps_k > 1 else 12)):
                 continue
             for mtiles, mixed in sizes:
-                for resident in (True, False) if product.bucket <= 16 else (False,):
+                for resident in (True, False) if product.block_columns <= 16 else (False,):
                     for warpgroup in (False, True) if caps.wgmma and not few else (False,):
                         tile = Tile(mtiles, warps_r, warps_k, stages, resident, blocks, split, release, warpgroup, mixed,
                                     clustered)  # fmt: skip

@@ -43,8 +43,8 @@ CUDA_VERSION = 12000  # whose declarations of the functions in ``_Calls`` are me
 @dataclass(frozen=True)
 class UploadTimes:
     """Where the time of an upload went, in seconds. ``prepare`` is that of the thread that took longest for its page-locked
-    buffers and their streams; the others are means over the threads: filling buffers, giving copies to the driver, waiting for a
-    device, and giving buffers and streams back. What is missing to the whole is waiting for Python's lock, or for work."""
+    buffers and their streams; the others are means over the threads: filling buffers, giving copies to the driver, waiting for
+    a device, and giving buffers and streams back. What is missing to the whole is waiting for Python's lock, or for work."""
 
     threads: int = 0
     prepare: float = 0.0

@@ -56,7 +56,7 @@ def test_two_products_have_the_bits_of_each_alone(kernel_backend: Any, formats: 
 @pytest.mark.parametrize("tile", [
     Tile(1, 1, 1, 3, True, 1), Tile(1, 3, 2, 4, True, 1), Tile(2, 2, 2, 2, True, 1), Tile(2, 1, 2, 3, True, 0),
     Tile(1, 2, 1, 3, True, 2, release="end"),
-], ids=str)  # fmt: skip
+], ids=lambda tile: f"{tile.mtiles}x{tile.warps_r}x{tile.warps_k}")  # fmt: skip
 def test_every_way_to_deal_tiles(kernel_backend: Any, tile: Tile) -> None:
     """Teams with tiles of the first product, of the second and of both; copies of the second while the first is multiplied."""
     rng = np.random.default_rng(7)

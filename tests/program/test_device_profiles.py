@@ -48,11 +48,12 @@ def test_shipped_tiles_are_legal(path: Path) -> None:
     profile, names = load(path), {kernel: name for name, (kernel, *_) in FORMATS.items()}
     target = replace(caps(profile.arch), sms=profile.sms)
     for key, tile in profile.tiles.items():
-        found = re.fullmatch(r"(\w+) (\d+)x(\d+) c(\d+) s(\d+) (\w+?)(\+norm)?", key)
+        found = re.fullmatch(r"(\w+)(?:\+(\w+))? (\d+)(?:\+(\d+))?x(\d+) c(\d+) s(\d+) (\w+?)(\+norm)?", key)
         assert found, key
-        kernel, *numbers, epilogue, norm = found.groups()
-        n, k, columns, segments = (int(number) for number in numbers)
-        product = Product(names[kernel], n, k, columns, segments, epilogue, norm is not None)
+        kernel, other, *numbers, epilogue, norm = found.groups()
+        n, other_n, k, columns, segments = (int(number or 0) for number in numbers)
+        second = (names[other], other_n) if other else None
+        product = Product(names[kernel], n, k, columns, segments, epilogue, norm is not None, second=second)
         assert product.key == key and fits(product, Tile(**tile), target), key
 
 
