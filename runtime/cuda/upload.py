@@ -10,7 +10,7 @@ buffers of 4 MiB brought 37 and 43 GB/s when the buffers were pages registered w
 
 What is called for every piece is called through ctypes (through cuda.bindings it brought 23 in place of 38 GB/s), and each call
 costs the 16 threads that wait for the driver's lock: where pieces of 4 MiB with an event behind each copy brought 24 GB/s,
-streams without events brought 26, and pieces of 8 MiB 35 to 38 (``benchmarks/h200-load.json``).
+streams without events brought 26, and pieces of 8 MiB 35 to 38 (``benchmarks/h200-input-pair-trials.json``).
 """
 
 from __future__ import annotations
