@@ -276,5 +276,6 @@ def _write_report(path: Path, report: dict[str, Any]) -> None:
         temporary.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise OutputError(f"{quoted_path(path)}: {error.strerror or error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,19 +15,20 @@ from runtime.cli.errors import InputError
 class AtomicFile:
     """A file under construction beside ``path``, as a context manager.
 
-    It replaces ``path`` when the block ends well and vanishes when it does not. Raises InputError naming ``path``:
-    missing folder, no rights, full disk, not a regular file.
+    It replaces ``path`` when the block ends well and vanishes when it does not, or when an interrupt comes before the block
+    has begun. Raises InputError naming ``path``: missing folder, no rights, full disk, not a regular file.
     """
 
     def __init__(self, path: Path) -> None:
         if os.path.lexists(path) and not path.is_file():
             raise InputError(f"{path} is not a regular file; name another one with the option")
         self.path = path
+        self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+        self._remove = weakref.finalize(self, self._temporary.unlink, missing_ok=True)  # before there is a file to be left
         try:
-            handle, self._temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+            self._file = open(self._temporary, "xb", opener=_private)  # noqa: SIM115  closed by __exit__
         except OSError as error:
             raise self._error(error) from error
-        self._file = os.fdopen(handle, "wb")
 
     def _error(self, error: OSError) -> InputError:
         return InputError(f"{self.path}: {error.strerror or error}; nothing was written")
@@ -50,13 +52,17 @@ class AtomicFile:
             finally:
                 self._file.close()
             if kind is None:
-                os.chmod(self._temporary, 0o666 & ~_umask())  # mkstemp made it private
+                os.chmod(self._temporary, 0o666 & ~_umask())
                 os.replace(self._temporary, self.path)
         except OSError as problem:
             if kind is None:  # else the error on its way out says more
                 raise self._error(problem) from problem
         finally:
-            Path(self._temporary).unlink(missing_ok=True)
+            self._remove()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _umask() -> int:

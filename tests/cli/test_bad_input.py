@@ -4,6 +4,7 @@ nothing on stdout, no traceback, nothing left behind."""
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from cuda.bindings import driver as cuda
 
 from artifacts import Artifact
 from compiler.program.io import MANIFEST, VERSION, load, save
+from runtime.cli import files
 from runtime.cli.load import PATIENCE
 from runtime.cuda.driver import api
 from runtime.frontend.sandbox.meter import Limits
@@ -393,6 +395,24 @@ def test_a_reader_that_leaves(program: Path) -> None:
     errors = process.stderr.read().decode()
     assert process.wait(timeout=60) == 1
     assert "stdout was closed by its reader" in errors.splitlines()[-1] and "Traceback" not in errors
+
+
+def test_an_interrupt_before_the_first_word_leaves_no_file(untouched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Just after the file was made: the block that would remove it has not begun."""
+    real = files.os.open
+
+    def interrupted(*args: Any, **options: Any) -> int:
+        os.close(real(*args, **options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("runtime.cli.files.os.open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        files.AtomicFile(untouched / "out.jsonl")
+    monkeypatch.undo()
+    made = files.AtomicFile(untouched / "out.jsonl")  # and between that and the block
+    assert len(list(untouched.iterdir())) == 1
+    del made
+    gc.collect()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
