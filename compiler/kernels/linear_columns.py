@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from math import ceil
 from typing import Any
 
@@ -22,7 +22,7 @@ from compiler.profiles import tile_fields
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 64)
 BLOCK_COLUMNS = 32  # columns of a block: accumulators of more do not fit the registers
-INTEGER_COLUMNS = 8  # the same of integer products, which are slower in wider blocks
+INTEGER_COLUMNS = 8  # the same of integer products: of 4 to 6 bits slower in wider blocks, of 8 not measured
 # bytes of 128 columns in the plane of high bits, and of the scales of 16 rows of them
 _HIGH = {"Q5G64_F16S": 16, "Q6G64_F16S": 32}
 _SCALES = {"Q4G64_F16S": 64, "Q5G64_F16S": 64, "Q6G64_F16S": 64, "W8G32_F16S": 128, "NVFP4": 128}
@@ -64,9 +64,9 @@ class Product:
         formats, rows = "+".join(self.kernel_formats), "+".join(str(part.n) for part in self.parts)
         return f"{formats} {rows}x{self.k} c{self.bucket} s{self.segments} {epilogue}{norm}"
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Product, ...]:
-        """The products of one weight each that the kernel computes."""
+        """The products of one weight each that the kernel computes: asked for at every tile that is weighed."""
         alone = replace(self, second=None)
         return (alone,) if self.second is None else (alone, replace(alone, format=self.second[0], n=self.second[1]))
 
@@ -85,8 +85,7 @@ class Product:
 
     @property
     def block_columns(self) -> int:
-        """Columns that one block computes: as many as its accumulators find registers for. An integer product
-        has as many instructions per column in wide blocks as in those of eight, whose activations find room beside the ring."""
+        """Columns that one block computes: as many as its accumulators find registers for."""
         return min(self.bucket, INTEGER_COLUMNS if self.kernel_format in GROUPED else BLOCK_COLUMNS)
 
     @property
@@ -263,6 +262,8 @@ def _problem_of_two(product: Product) -> str | None:
         return "two products of the same activations are stored as they are, from K in one segment"
     if not all(name in GROUPED and name != "w8g32" for name in product.kernel_formats):
         return f"two products in {' and '.join(product.kernel_formats)}; formats of 4 to 6 bits have the same activations"
+    if product.bucket > product.block_columns:
+        return f"two products of {product.columns} columns; a block has {product.block_columns}"
     if not product.in_units:
         return f"two products of [{product.n} and {product.parts[1].n}, {product.k}]: both weights must lie in units"
     return None
@@ -279,7 +280,7 @@ def fits(product: Product, tile: Tile, caps: DeviceCaps) -> bool:
         return False
     if product.keep and product.bucket > product.block_columns:
         return False
-    if product.second is not None and (not tile.resident or tile.claimed or product.bucket > product.block_columns):
+    if product.second is not None and (not tile.resident or tile.claimed):
         return False
     if tile.split and (product.segments == 1 or product.epilogue == "swiglu" or product.norm):
         return False
@@ -394,20 +395,24 @@ def claiming(product: Product, tile: Tile, caps: DeviceCaps) -> Tile | None:
     return claimed if teams < tiles_of(product, tile) and fits(product, claimed, caps) else None
 
 
-@cache
 def choose(product: Product, caps: DeviceCaps) -> Tile:
     """The tile of the device profile where one names the product, else the built-in choice. Raises IRError when no tile
     fits the target."""
+    if (tile := best_tile(product, caps)) is None:
+        raise IRError(f"product [{product.n}, {product.k}] {product.format} at {product.bucket} columns: no tile fits the "
+                      f"{caps.smem_block} bytes of shared memory of {caps.arch}")  # fmt: skip
+    return tile
+
+
+@cache
+def best_tile(product: Product, caps: DeviceCaps) -> Tile | None:
+    """The same, None where no tile fits: weighing all of them takes long, and every layer asks."""
     for key in dict.fromkeys((product.key, replace(product, norm=False).key)):  # a norm in front seldom changes the best tile
         if fields := tile_fields(key, caps.arch, caps.sms):
             tuned = Tile(**fields)
             if fits(product, tuned, caps):
                 return tuned
-    tile = min(_tiles(product, caps), key=lambda tile: _slowdown(product, tile, caps), default=None)
-    if tile is None:
-        raise IRError(f"product [{product.n}, {product.k}] {product.format} at {product.bucket} columns: no tile fits the "
-                      f"{caps.smem_block} bytes of shared memory of {caps.arch}")  # fmt: skip
-    return tile
+    return min(_tiles(product, caps), key=lambda tile: _slowdown(product, tile, caps), default=None)
 
 
 def weight_bytes(product: Product) -> int:

@@ -11,10 +11,11 @@ from compiler.kernels.spec import DeviceCaps
 from compiler.passes.schedule import Group
 
 
-def weight_format(graph: OpGraph, op: Op) -> str:
-    """The artifact's name of the format of a product's weight."""
-    source = graph.values[op.inputs["w"].value].source
-    assert source is not None
+def weight_format(graph: OpGraph, op: Op, operand: str = "w") -> str:
+    """The artifact's name of the format of an op's weight. Raises IRError for an operand that is none."""
+    source = graph.values[op.inputs[operand].value].source
+    if source is None:
+        raise IRError(f"op {op.kind}: {operand} is no weight")
     return source.format
 
 
@@ -23,8 +24,12 @@ def second_of(graph: OpGraph, node: int) -> int | None:
     op = graph.op(node)
     if graph.phase != "decode" or not _plain(op):
         return None
-    for other, candidate in graph.ops():
-        if other > node and candidate.rank == op.rank and _plain(candidate) and candidate.inputs["x"] == op.inputs["x"]:
+    x = op.inputs["x"]
+    makers = [u for u, _, value in graph.dag.in_edges(node, data="value") if value == x.value]
+    readers = {int(v) for u in makers for _, v, value in graph.dag.out_edges(u, data="value") if value == x.value}
+    for other in sorted(reader for reader in readers if reader > node):
+        candidate = graph.op(other)
+        if candidate.rank == op.rank and _plain(candidate) and candidate.inputs["x"] == x:
             return other
     return None
 

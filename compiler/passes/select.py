@@ -14,7 +14,7 @@ from compiler.ops.exchange_residual import peers_of
 from compiler.passes.early import check_early, settled
 from compiler.passes.gdn_layer import gdn_layer_at
 from compiler.passes.halves import rows_of
-from compiler.passes.input_pair import input_pair_at
+from compiler.passes.input_pair import input_pair_at, weight_format
 from compiler.passes.norm_prologue import norm_prologue_at
 from compiler.passes.schedule import Group
 
@@ -47,10 +47,7 @@ class Site:
 
     def format(self, operand: str = "w") -> str:
         """Numeric format of a weight operand."""
-        source = self.graph.values[self.op.inputs[operand].value].source
-        if source is None:
-            raise IRError(f"op {self.op.kind}: {operand} is no weight")
-        return source.format
+        return weight_format(self.graph, self.op, operand)
 
 
 Choice = Callable[[Site], KernelSpec]

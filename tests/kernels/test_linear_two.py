@@ -11,7 +11,8 @@ import pytest
 from compiler.emit.arch import caps
 from compiler.emit.render import render
 from compiler.ir.types import IRError
-from compiler.kernels.linear_columns import Product, Tile, choose, fits, problem, spec_of, tiles_of
+from compiler.kernels import linear_columns
+from compiler.kernels.linear_columns import Product, Tile, best_tile, choose, fits, problem, spec_of, tiles_of
 from tests.emulator.harness import assert_close_to_fp64, poisoned
 from tests.kernels.encoded_weights import Weights, random_weights
 from tests.kernels.test_linear_columns import EPS, H200, Array, activations, launch, normalised, reference, skip_large
@@ -91,6 +92,7 @@ def test_norm_in_front(kernel_backend: Any, keep: bool) -> None:
     ({"segments": 2}, "stored as they are"),
     ({"second": (Q5, 40)}, "lie in units"),
     ({"n": 24}, "lie in units"),
+    ({"columns": 9}, "9 columns; a block has 8"),
 ])  # fmt: skip
 def test_what_two_products_cannot_be(change: dict[str, Any], message: str) -> None:
     product = replace(Product(Q4, 64, 1280, 1, second=(Q5, 64)), **change)
@@ -104,7 +106,18 @@ def test_tiles_of_two_products_hold_their_activations() -> None:
     assert fits(product, tile, H200)
     assert not fits(product, replace(tile, resident=False), H200) and not fits(product, replace(tile, claimed=True), H200)
     with pytest.raises(IRError, match="no tile fits"):
-        choose(replace(product, columns=24), caps("sm_86"))
+        choose(replace(product, columns=8), caps("sm_86"))
+
+
+def test_tiles_are_weighed_once_even_where_none_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer asks for the same product."""
+    weighed: list[Product] = []
+    monkeypatch.setattr(linear_columns, "_tiles", lambda product, target: weighed.append(product) or iter(()))
+    for _ in range(3):
+        with pytest.raises(IRError, match="no tile fits"):
+            choose(Product(Q4, 4096, 5120, 7, second=(Q5, 12288)), replace(H200, sms=1))
+    assert len(weighed) == 1
+    best_tile.cache_clear()
 
 
 def test_one_key_and_one_kernel_for_both() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from compiler import profiles
 from compiler.emit.arch import caps
-from compiler.kernels.linear_columns import FORMATS, Product, Tile, choose, fits
+from compiler.kernels.linear_columns import FORMATS, Product, Tile, best_tile, choose, fits
 from compiler.profiles import FIELDS, OPTIONAL, ProfileError, load
 
 PRODUCT = Product("NVFP4", 34816, 5120, 24, 1, "swiglu")
@@ -34,7 +34,7 @@ def clean() -> Iterator[None]:
     yield
     profiles._chosen.clear()
     profiles._merged.cache_clear()
-    choose.cache_clear()
+    best_tile.cache_clear()
 
 
 def test_fields_are_those_of_a_tile() -> None:
@@ -111,7 +111,7 @@ def test_other_files(tmp_path: Path, text: str) -> None:
 def test_tiles_that_do_not_fit_are_passed_over(tmp_path: Path, arch: str, change: dict[str, Any], used: bool) -> None:
     """Of the product or of the target: the built-in choice stands in."""
     tile = Tile(**TILE | change)
-    choose.cache_clear()
+    best_tile.cache_clear()
     profiles.use(written(tmp_path, asdict(tile), arch), None)
     chosen = choose(PRODUCT, caps(arch))
     assert (chosen == tile) == used == fits(PRODUCT, tile, caps(arch))
